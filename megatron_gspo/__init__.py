@@ -1,0 +1,1 @@
+"""GSPO and its kin on Megatron-Core: reinforcement learning for large mixture-of-experts policies."""

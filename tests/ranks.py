@@ -1,0 +1,88 @@
+"""Real gloo ranks for tests: Megatron is imported once, then every rank is a fork, so eight ranks are up in a second."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_gspo.policy import cpu
+
+cpu.install()
+
+import megatron.core.models.gpt  # noqa: E402, F401  (the forks inherit it)
+
+
+def _rank_main(rank: int, size: int, rendezvous: str, timeout_s: float, pipe: Connection, fn: Callable, args: tuple):
+    # A rank that fails must not wait for peers in a collective: it reports and leaves at once.
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{rendezvous}",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        result = fn(*args)
+        dist.barrier()
+        dist.destroy_process_group()
+        pipe.send((True, result))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+        os._exit(1)
+
+
+def run_ranks(size: int, fn: Callable, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    """Run `fn(*args)` on `size` gloo ranks and return its results in rank order.
+
+    Raises AssertionError with the rank's own traceback as soon as one rank fails, and after `timeout_s` if one hangs.
+    """
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        rendezvous = str(Path(folder) / "rendezvous")
+        pipes, processes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank_main, args=(rank, size, rendezvous, timeout_s, theirs, fn, args), daemon=True
+            )
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        try:
+            return _collect(pipes, timeout_s)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.join(5)
+                    process.kill()
+                process.join()
+
+
+def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
+        ready = wait(waiting, timeout_s)
+        assert ready, f"ranks {sorted(set(range(len(pipes))) - set(results))} did not answer within {timeout_s} s"
+        for pipe in ready:
+            rank = pipes.index(pipe)
+            try:
+                ok, payload = pipe.recv()
+            except EOFError:
+                raise AssertionError(f"rank {rank} of {len(pipes)} died without a word") from None
+            assert ok, f"rank {rank} of {len(pipes)} failed:\n{payload}"
+            results[rank] = payload
+    return [results[rank] for rank in range(len(pipes))]
