@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# The main job on one machine: make a tiny MoE, warm-start it (sft), then train it by GSPO against a real SGLang server.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+run=.venv/bin
+
+echo "[demo] 1/3 a random Qwen3-MoE in HF format: runs/demo_policy"
+$run/python tools/make_demo_policy.py --out runs/demo_policy
+if [ -f runs/demo_sort_sft/hf/config.json ]; then
+    echo "[demo] 2/3 warm start: runs/demo_sort_sft is there already"
+else
+    echo "[demo] 2/3 warm start by supervised learning: recipes/demo_sort_sft.yaml"
+    rm -rf runs/demo_sort_sft
+    $run/megatron-gspo train recipes/demo_sort_sft.yaml
+fi
+echo "[demo] 3/3 GSPO: recipes/demo_sort.yaml"
+rm -rf runs/demo_sort
+exec $run/megatron-gspo train recipes/demo_sort.yaml
