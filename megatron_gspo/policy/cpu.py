@@ -129,7 +129,7 @@ def _uneven_collectives() -> None:
 
 
 def _splits_as_numpy() -> None:
-    """The token dispatcher turns its split sizes into numpy only while moving them off a GPU; gloo needs them so too."""
+    """The token dispatcher turns split sizes into numpy only while moving them off a GPU; gloo needs that too."""
     from megatron.core.transformer.moe import token_dispatcher
 
     def host_copy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
