@@ -23,7 +23,7 @@ class MicroBatch:
     tokens, position_ids [1, t] int64; padding_mask [1, t] bool, True on padding (token 0).
     labels [t] int64: the next token of the same document, 0 where there is none.
     loss_mask [t] bool: the label trains. rollout_logprobs [t] float32: the rollout engine's, of the label.
-    cu_seqlens [d+1] int32: boundaries of the padded documents over all CP ranks, from 0 to padded_length (with the tail).
+    cu_seqlens [d+1] int32: boundaries of the padded documents over all CP ranks, tail included: 0 to padded_length.
     max_seqlen: tokens of the longest padded document.
     rows [m] int64: batch row numbers, in document order. offsets [m+1] int64: trajectory i owns the LOCAL tokens
     [offsets[i], offsets[i+1]), padding inside its document included; the tail follows after offsets[m].
