@@ -1,0 +1,157 @@
+"""A rank's Megatron parameters tied to the HF tensors that they hold, every parameter by exactly one rule."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_gspo.weights.claims import Claim, claims_of, listing
+from megatron_gspo.weights.families import family_for
+from megatron_gspo.weights.families.family import Family, HFConfig
+from megatron_gspo.weights.rules import Piece
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """One parameter of this rank: shard `rank` of `size` of `claim`. `name` is Megatron's, with local numbers."""
+
+    claim: Claim
+    name: str
+    parameter: torch.nn.Parameter
+    is_copy: bool
+    rank: int
+    size: int
+
+    def pieces(self) -> Iterator[Piece]:
+        """What the parameter shares with the claim's HF tensors."""
+        return self.claim.rule.pieces(self.rank, self.size, tuple(self.parameter.shape))
+
+
+@dataclass(frozen=True, eq=False)
+class Binding:
+    """`claims` of the whole model, the same on every rank, and the parameters `bound` on this one."""
+
+    family: Family
+    claims: tuple[Claim, ...]
+    bound: tuple[Bound, ...]
+    pgs: ProcessGroupCollection
+
+
+def bind(chunks: Sequence[GPTModel], hf_config: HFConfig, pgs: ProcessGroupCollection) -> Binding:
+    """Ties the parameters of this rank's model `chunks` (bare, not wrapped in DDP) to HF tensors. Not a collective.
+
+    Layers get their global numbers from `layer_number`, experts theirs from the EP rank, so uneven and virtual
+    pipelines need nothing more. Raises ValueError naming the parameters that no rule or several rules claim, the HF
+    tensors that several rules claim or that this rank's layers ought to hold and do not, and shapes that disagree with
+    config.json.
+    """
+    family = family_for(hf_config)
+    claims = claims_of(family.rules(hf_config))
+    book = _Book(claims)
+    ep_rank, ep_size = pgs.ep.rank(), pgs.ep.size()
+    bound: list[Bound] = []
+    problems: dict[str, list[str]] = defaultdict(list)
+    for chunk in chunks:
+        layer_numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+        for name, parameter in chunk.named_parameters():
+            found = book.find(name, layer_numbers, ep_rank, ep_size)
+            if len(found) != 1:
+                problems["that no rule claims" if not found else "that several rules claim"].append(name)
+                continue
+            claim, is_copy = found[0]
+            group = pgs.expt_tp if claim.is_expert else pgs.tp
+            bound.append(Bound(claim, name, parameter, is_copy, group.rank(), group.size()))
+    if problems:
+        kinds = "; ".join(f"Megatron parameters {kind}: {listing(names)}" for kind, names in problems.items())
+        raise ValueError(f"model_type {family.model_type}: {kinds}. Every parameter needs exactly one rule")
+    _check_shapes(bound)
+    _check_complete(claims, bound, chunks, ep_rank, ep_size)
+    return Binding(family, claims, tuple(bound), pgs)
+
+
+class _Book:
+    """Looks a Megatron parameter up by the name templates of all rules."""
+
+    def __init__(self, claims: Sequence[Claim]):
+        self._claims: Mapping[tuple, list[tuple[Claim, bool]]] = defaultdict(list)
+        self._experts: dict[str, int] = {}
+        for claim in claims:
+            for is_copy, templates in ((False, claim.rule.megatron), (True, claim.rule.copies)):
+                for template in templates:
+                    self._claims[template, claim.layer, claim.expert].append((claim, is_copy))
+                    self._experts[template] = claim.rule.experts or 0
+        self._patterns = {template: _pattern(template) for template in self._experts}
+
+    def find(self, name: str, layer_numbers: Sequence[int], ep_rank: int, ep_size: int) -> list[tuple[Claim, bool]]:
+        found = []
+        for template, pattern in self._patterns.items():
+            match = pattern.fullmatch(name)
+            if match is None:
+                continue
+            numbers = {key: int(value) for key, value in match.groupdict().items()}
+            layer = layer_numbers[numbers["layer"]] if "layer" in numbers else None
+            expert = None
+            if "expert" in numbers:
+                expert = ep_rank * (self._experts[template] // ep_size) + numbers["expert"]
+            found += self._claims.get((template, layer, expert), [])
+        return found
+
+
+def _pattern(template: str) -> re.Pattern[str]:
+    escaped = re.escape(template)
+    for number in ("layer", "expert"):
+        escaped = escaped.replace(re.escape(f"{{{number}}}"), rf"(?P<{number}>\d+)")
+    return re.compile(escaped)
+
+
+def _check_shapes(bound: Sequence[Bound]) -> None:
+    wrong = []
+    for entry in bound:
+        rule, local = entry.claim.rule, tuple(entry.parameter.shape)
+        if not rule.fits(local, entry.size):
+            tensors = ", ".join(f"{t.name} {list(t.shape)}" for t in entry.claim.hf)
+            expected = list(rule.local_shape(entry.size))
+            wrong.append(f"{entry.name} is {list(local)}, expected {expected} (1/{entry.size} of {tensors})")
+    if wrong:
+        raise ValueError(
+            "Megatron parameters whose shapes disagree with config.json (was the model built from it?): "
+            + "; ".join(wrong[:20])
+        )
+
+
+def _check_complete(
+    claims: Sequence[Claim], bound: Sequence[Bound], chunks: Sequence[GPTModel], ep_rank: int, ep_size: int
+) -> None:
+    layers = {layer.layer_number - 1 for chunk in chunks for layer in chunk.decoder.layers}
+    held: dict[int, list[str]] = defaultdict(list)
+    for entry in bound:
+        if not entry.is_copy:
+            held[entry.claim.index].append(entry.name)
+    twice = [" and ".join(names) for names in held.values() if len(names) > 1]
+    if twice:
+        raise ValueError(f"Megatron parameters that hold the same HF tensors: {listing(twice)}")
+    lost = [
+        tensor.name
+        for claim in claims
+        if claim.layer in layers and _is_ours(claim, ep_rank, ep_size) and claim.index not in held
+        for tensor in claim.hf
+    ]
+    if lost:
+        raise ValueError(
+            f"HF tensors that config.json promises and no Megatron parameter of this rank holds: {listing(lost)}"
+        )
+
+
+def _is_ours(claim: Claim, ep_rank: int, ep_size: int) -> bool:
+    if claim.expert is None or claim.rule.experts is None:
+        return True
+    return claim.expert // (claim.rule.experts // ep_size) == ep_rank

@@ -1,0 +1,132 @@
+"""HF safetensors straight into a rank's parameters: only the slices that it holds are read."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_gspo.weights.bind import Binding, Bound
+from megatron_gspo.weights.claims import listing
+from megatron_gspo.weights.rules import HFTensor, Piece, Region
+from megatron_gspo.weights.source import HFCheckpoint
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What one rank read. `conversions` counts parameters by "from -> to" where the checkpoint's dtype is another."""
+
+    num_parameters: int
+    num_tensors: int
+    size_bytes: int
+    conversions: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a checkpoint keeps an HF tensor: `name` itself, or rows [row, ...) of entry `expert` of a stacked one."""
+
+    tensor: HFTensor
+    name: str
+    shape: tuple[int, ...]
+    expert: int | None = None
+    row: int = 0
+
+    def region(self, take: Region) -> tuple[slice | int, ...]:
+        if self.expert is None:
+            return take
+        start, stop, _ = (take[0] if take else slice(None)).indices(self.tensor.shape[0])
+        return self.expert, slice(self.row + start, self.row + stop), *take[1:]
+
+
+def load_hf(directory: str | Path, binding: Binding, progress: Callable[[int, int], None] | None = None) -> LoadReport:
+    """Fills this rank's parameters, where they are and converted to their dtype, from the HF checkpoint in `directory`.
+
+    Not a collective. `progress(done, total)` is called after each parameter. Beyond the parameters, memory holds one
+    parameter at a time. Nothing is written before names and shapes are checked: raises ValueError naming tensors that
+    are missing, that no rule claims, or whose shape is not what config.json says, FileNotFoundError for missing files.
+
+    The caller refreshes what derives from the parameters: `optimizer.reload_model_params()` copies them into the fp32
+    main parameters, without which the first step undoes the load; with `overlap_param_gather`, no gather of older
+    values may be pending.
+    """
+    with HFCheckpoint(directory) as checkpoint:
+        places = _places(checkpoint, binding)
+        _check_shapes(checkpoint, binding.bound, places)
+        size_bytes, tensors, conversions = 0, set[str](), Counter[str]()
+        for done, bound in enumerate(binding.bound, start=1):
+            sources = places[bound.claim.index]
+            shard = torch.zeros(bound.parameter.shape, dtype=bound.parameter.dtype)
+            for piece in bound.pieces():
+                part = _read(checkpoint, sources[piece.source], piece)
+                shard[piece.put].copy_(part.to(shard.dtype))
+                size_bytes += part.nbytes
+            with torch.no_grad():
+                bound.parameter.copy_(shard)
+            tensors.update(place.tensor.name for place in sources)
+            conversions.update(_conversion(checkpoint.dtype(sources[0].name), shard.dtype))
+            if progress is not None:
+                progress(done, len(binding.bound))
+    return LoadReport(len(binding.bound), len(tensors), size_bytes, dict(conversions))
+
+
+def _read(checkpoint: HFCheckpoint, place: _Place, piece: Piece) -> torch.Tensor:
+    part = checkpoint.read(place.name, place.region(piece.take))
+    for duplicate in place.tensor.duplicates:
+        if duplicate in checkpoint.files and not torch.equal(part, checkpoint.read(duplicate, piece.take)):
+            raise ValueError(
+                f"{checkpoint.directory}: config.json ties {duplicate} to {place.name}, but their values differ; "
+                "set tie_word_embeddings to false or remove one of them"
+            )
+    return part
+
+
+def _conversion(source: torch.dtype, target: torch.dtype) -> list[str]:
+    return [] if source == target else [f"{source} -> {target}".replace("torch.", "")]
+
+
+def _places(checkpoint: HFCheckpoint, binding: Binding) -> list[tuple[_Place, ...]]:
+    """Of every claim of the model: where `checkpoint` keeps its HF tensors."""
+    files, used = checkpoint.files, set[str]()
+    missing, twice, places = [], [], []
+    for claim in binding.claims:
+        row = []
+        for tensor in claim.hf:
+            options = [_Place(tensor, tensor.name, tensor.shape)]
+            if tensor.stacked is not None:
+                stacked = tensor.stacked
+                options.append(_Place(tensor, stacked.name, stacked.shape, claim.expert, stacked.row))
+            present = [place for place in options if place.name in files]
+            if not present:
+                missing.append(tensor.name)
+            elif len(present) > 1:
+                twice.append(" and ".join(place.name for place in present))
+            used.update(place.name for place in present)
+            used.update(tensor.duplicates)
+            row += present[:1]
+        places.append(tuple(row))
+    ignored = re.compile("|".join(binding.family.ignored) or r"(?!)")
+    extra = [name for name in sorted(files) if name not in used and not ignored.fullmatch(name)]
+    problems = {"missing": missing, "of no rule": extra, "written twice": twice}
+    if any(problems.values()):
+        found = "; ".join(f"tensors {kind}: {listing(names)}" for kind, names in problems.items() if names)
+        raise ValueError(
+            f"{checkpoint.directory} does not match its config.json (model_type {binding.family.model_type}): {found}"
+        )
+    return places
+
+
+def _check_shapes(checkpoint: HFCheckpoint, bound: Sequence[Bound], places: Sequence[tuple[_Place, ...]]) -> None:
+    wrong = []
+    for place in dict.fromkeys(place for entry in bound for place in places[entry.claim.index]):
+        names = (place.name, *(name for name in place.tensor.duplicates if name in checkpoint.files))
+        for name in names:
+            checkpoint.dtype(name)
+            if checkpoint.shape(name) != place.shape:
+                wrong.append(f"{name} is {list(checkpoint.shape(name))}, expected {list(place.shape)}")
+    if wrong:
+        raise ValueError(f"{checkpoint.directory} does not match its config.json: {listing(dict.fromkeys(wrong))}")
