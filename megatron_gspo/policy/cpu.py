@@ -44,6 +44,7 @@ def install() -> None:
     _rng_state_on_cpu()
     _uneven_collectives()
     _splits_as_numpy()
+    _packed_rope()
     _optimizer_type_names()
     _adamw_state()
     _installed = True
@@ -136,6 +137,21 @@ def _splits_as_numpy() -> None:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = host_copy
+
+
+def _packed_rope() -> None:
+    """Unfused RoPE walks over the documents of a packed row one by one; one gather of frequencies does the same."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    from megatron_gspo.policy.packed import packed_positions
+
+    def rotate(
+        t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, cp_group: Any, **options: Any
+    ) -> torch.Tensor:
+        positions = packed_positions(tuple(cu_seqlens.tolist()), cp_group.size(), cp_group.rank())
+        return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs[positions], **options).squeeze(1)
+
+    rope_utils._apply_rotary_pos_emb_thd = rotate
 
 
 def _optimizer_type_names() -> None:

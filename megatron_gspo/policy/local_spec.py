@@ -1,0 +1,59 @@
+"""The CPU twin of the Transformer Engine block spec: Megatron's local spec with three kinds of module replaced."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_mlp_module_spec_for_backend
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_gspo.policy.local_attention import LocalAttention
+from megatron_gspo.policy.local_linear import LocalColumnGroupedLinear, LocalRowGroupedLinear
+
+
+class LocalNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm. Under sequence parallelism a rank sees a part of the tokens: Megatron must sum its gradient."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any):
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        weight: Any = self.weight
+        weight.sequence_parallel = config.sequence_parallel
+
+
+class _GroupedExperts(LocalSpecProvider):
+    """Megatron's local backend has no grouped experts (weight0 .. of one module); everything else is its own."""
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
+        linears = GroupedMLPSubmodules(linear_fc1=LocalColumnGroupedLinear, linear_fc2=LocalRowGroupedLinear)
+        return partial(TEGroupedMLP, submodules=linears)
+
+
+def local_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Spec of the decoder layers of one chunk of this pipeline stage.
+
+    Unlike Transformer Engine's, norms before the linears are modules (and parameters) of their own.
+    """
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
+    for layer in spec.layer_specs:
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = LocalNorm
+        attention = parts.self_attention.submodules
+        attention.core_attention = LocalAttention
+        attention.q_layernorm = attention.k_layernorm = LocalNorm
+        if _is_moe(parts.mlp):
+            parts.mlp = get_mlp_module_spec_for_backend(
+                _GroupedExperts(), num_experts=config.num_moe_experts, moe_grouped_gemm=True
+            )
+    spec.layer_norm = LocalNorm
+    return spec
+
+
+def _is_moe(mlp: Any) -> bool:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    return mlp.func is MoELayer

@@ -1,0 +1,123 @@
+"""A rank's share of the policy: bare GPTModel chunks from an HF config, and their wrapping for training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor
+
+from megatron_gspo.config.schema import PolicyConfig
+from megatron_gspo.policy.cpu import on_gpu
+from megatron_gspo.policy.layout import Layout
+from megatron_gspo.policy.overrides import checked_overrides
+from megatron_gspo.policy.transformer_config import gpt_arguments, transformer_config
+
+
+@dataclass(frozen=True)
+class Model:
+    """The chunks that one rank holds (several with virtual pipeline stages) and what they were built from.
+
+    Rows `vocab_size` to `padded_vocab_size` of the embedding and the output layer stand for no token.
+    """
+
+    chunks: list[GPTModel]
+    config: TransformerConfig
+    hf_config: dict[str, Any]
+    vocab_size: int
+    padded_vocab_size: int
+
+
+def build_model(hf_config: dict[str, Any], policy: PolicyConfig, layout: Layout) -> Model:
+    """Build this rank's chunks with random parameters.
+
+    Random parameters depend on the layout (each rank draws its own shard): load weights for anything comparable.
+    Raises ValueError for HF features that are not built and for refused `policy.megatron` fields.
+    """
+    config = transformer_config(hf_config, policy, layout)
+    arguments = gpt_arguments(hf_config)
+    padded = padded_vocab_size(hf_config["vocab_size"], layout.tp)
+    chunks = []
+    for chunk in range(layout.vpp):
+        vp_stage = chunk if layout.vpp > 1 else None
+        model = GPTModel(
+            config,
+            layer_spec(config, vp_stage),
+            vocab_size=padded,
+            pre_process=layout.is_first_stage and chunk == 0,
+            post_process=layout.is_last_stage and chunk == layout.vpp - 1,
+            parallel_output=True,
+            vp_stage=vp_stage,
+            pg_collection=layout.pgs,
+            **arguments,
+        )
+        _freeze_expert_bias(model)
+        chunks.append(model.cuda() if on_gpu() else model)
+    return Model(chunks, config, hf_config, hf_config["vocab_size"], padded)
+
+
+def layer_spec(config: TransformerConfig, vp_stage: int | None):
+    """The block spec: Transformer Engine's modules on a GPU, their local twins on a CPU."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    if on_gpu():
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    from megatron_gspo.policy.local_spec import local_block_spec
+
+    return local_block_spec(config, vp_stage)
+
+
+def padded_vocab_size(vocab_size: int, tp: int) -> int:
+    """Smallest multiple of tp (of 128 x tp on a GPU, for its GEMM tiles) that holds `vocab_size` rows."""
+    multiple = tp * (128 if on_gpu() else 1)
+    return -(-vocab_size // multiple) * multiple
+
+
+def ddp_config(policy: PolicyConfig) -> DistributedDataParallelConfig:
+    """Gradients are summed (not averaged) over DP x CP in fp32. Raises ValueError for refused `policy.ddp` fields."""
+    fixed = {"use_distributed_optimizer": policy.optimizer.distributed}
+    derived = {
+        "use_distributed_optimizer": "set it through policy.optimizer.distributed",
+        "use_megatron_fsdp": "weights are loaded and exported through Megatron's own parameters",
+        "average_in_collective": "gradients are summed: the objective has divided by global denominators",
+    }
+    overrides = checked_overrides(DistributedDataParallelConfig, policy.ddp, derived, "policy.ddp")
+    return DistributedDataParallelConfig(**({"grad_reduce_in_fp32": True} | fixed | overrides))
+
+
+def wrap(model: Model, ddp: DistributedDataParallelConfig, layout: Layout) -> list[DistributedDataParallel]:
+    """The chunks in Megatron's DDP, in Float16Module below it for bf16. Parameters become views of DDP's buffers."""
+    wrapped = []
+    for number, chunk in enumerate(model.chunks):
+        module = Float16Module(model.config, chunk) if model.config.bf16 else chunk
+        # The schedule finishes the backward pass of later chunks first: their reduction is off the critical path.
+        wrapped.append(
+            DistributedDataParallel(model.config, ddp, module, disable_bucketing=number > 0, pg_collection=layout.pgs)
+        )
+    return wrapped
+
+
+def stage_padding_mask(chunk: torch.nn.Module, mask: Tensor, layout: Layout) -> Tensor:
+    """The padding mask [1, t] bool as `chunk` wants it: cut over sequence parallelism beyond the first stage.
+
+    GPTModel cuts it only where it also embeds; the router of any later chunk would see a mask of the wrong length.
+    """
+    if layout.tp == 1 or get_attr_wrapped_model(chunk, "pre_process"):
+        return mask
+    return tensor_parallel.scatter_to_sequence_parallel_region(mask.transpose(0, 1), group=layout.pgs.tp).transpose(
+        0, 1
+    )
+
+
+def _freeze_expert_bias(model: GPTModel) -> None:
+    """Keep finalize_model_grads from moving the routers' expert bias: sampling and training must route alike."""
+    for module in model.modules():
+        if hasattr(module, "frozen_expert_bias"):
+            module.frozen_expert_bias = True

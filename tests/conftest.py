@@ -1,0 +1,3 @@
+"""Megatron is patched and imported before any test module touches it."""
+
+from tests import ranks  # noqa: F401
