@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import ClassVar
 
 from megatron_gspo.config.key import key
 
@@ -17,7 +18,12 @@ class OnRatio(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
-    """Base of all objectives; `name` selects the subclass in OBJECTIVES."""
+    """Base of all objectives; `name` selects the subclass in OBJECTIVES.
+
+    `sections` are those of the recipe's optional sections that the objective uses; the others must be absent.
+    """
+
+    sections: ClassVar[frozenset[str]] = frozenset()
 
     name: str = key("objective: gspo or sft")
 
@@ -26,9 +32,11 @@ class ObjectiveConfig:
 class GspoConfig(ObjectiveConfig):
     """Group Sequence Policy Optimization (arXiv 2507.18071, equations 5 to 7)."""
 
+    sections: ClassVar[frozenset[str]] = frozenset({"advantage", "rollout", "reward"})
+
     name: str = key("objective", "gspo")
-    clip_low: float = key("sequence ratios below 1 - clip_low are clipped (paper: 3e-4)", 3e-4)
-    clip_high: float = key("sequence ratios above 1 + clip_high are clipped (paper: 4e-4)", 4e-4)
+    clip_low: float = key("sequence ratios below 1 - clip_low are clipped (paper: 3e-4)", 3e-4, gt=0, lt=1)
+    clip_high: float = key("sequence ratios above 1 + clip_high are clipped (paper: 4e-4)", 4e-4, gt=0)
     on_policy_check: OnRatio = key(
         "what |log s| above a tenth of the smaller clip bound on a step's first mini-batch does", OnRatio.stop
     )
@@ -56,4 +64,4 @@ class AdvantageConfig:
 
     estimator: Estimator = key("advantage estimator", Estimator.group)
     normalize_std: bool = key("divide by the standard deviation of the group (ddof 1)", True)
-    eps: float = key("added to the standard deviation", 1e-6)
+    eps: float = key("added to the standard deviation", 1e-6, ge=0)

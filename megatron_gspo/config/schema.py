@@ -1,20 +1,21 @@
-"""What a recipe may say. Frozen dataclasses, one per section; `load.py` fills them, `validate.py` refuses contradictions.
+"""What a recipe may say. Frozen dataclasses, one per section; `load.py` fills them, `validate.py` checks them.
 
 Neither torch nor Megatron is imported here, so that a recipe can be checked on a login node in no time.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from megatron_gspo.config.key import key
 from megatron_gspo.config.objectives import AdvantageConfig, ObjectiveConfig
+from megatron_gspo.config.source import Sources, nearest
 
 
 class Dtype(StrEnum):
-    """Parameter and activation dtype of the policy; master weights, gradients and log-probabilities are fp32 in both."""
+    """Parameter and activation dtype of the policy; master weights, gradients and logprobs are fp32 in both."""
 
     bf16 = "bf16"
     fp32 = "fp32"
@@ -36,17 +37,10 @@ class Engine(StrEnum):
 
 
 class Transport(StrEnum):
-    """How new weights reach the servers: flattened buckets over a process group, or an HF checkpoint on a shared disk."""
+    """How new weights reach the servers: buckets over a process group, or an HF checkpoint on a shared disk."""
 
     distributed = "distributed"
     disk = "disk"
-
-
-class OnFailure(StrEnum):
-    """What a failed check does to the run."""
-
-    stop = "stop"
-    warn = "warn"
 
 
 class OnRewardError(StrEnum):
@@ -65,14 +59,14 @@ class OnNonFinite(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutConfig:
-    """Parallel layout of the policy. DP is what remains: world / (tp x pp x cp). Sequence parallelism is on iff tp > 1."""
+    """Layout of the policy. DP is what remains: world / (tp x pp x cp). tp > 1 turns sequence parallelism on."""
 
-    tp: int = key("tensor-parallel size", 1)
-    pp: int = key("pipeline-parallel size (stages)", 1)
-    vpp: int = key("virtual pipeline stages per rank; 1 is the plain 1F1B schedule", 1)
-    cp: int = key("context-parallel size; every sequence is cut into 2 x cp zigzag chunks", 1)
-    ep: int = key("expert-parallel size; spans dp x cp x tp ranks and must divide the number of experts", 1)
-    etp: int = key("tensor-parallel size inside one expert", 1)
+    tp: int = key("tensor-parallel size", 1, ge=1)
+    pp: int = key("pipeline-parallel size (stages)", 1, ge=1)
+    vpp: int = key("virtual pipeline stages per rank; 1 is the plain 1F1B schedule", 1, ge=1)
+    cp: int = key("context-parallel size; every sequence is cut into 2 x cp zigzag chunks", 1, ge=1)
+    ep: int = key("expert-parallel size; spans dp x cp x tp ranks and must divide the number of experts", 1, ge=1)
+    etp: int = key("tensor-parallel size inside one expert", 1, ge=1)
     pipeline_layout: str | None = key(
         "Megatron's pipeline_model_parallel_layout for uneven stages, e.g. 'Et*3|t*4|t*3L'; null cuts evenly", None
     )
@@ -82,18 +76,20 @@ class LayoutConfig:
 class OptimizerSection:
     """AdamW on Megatron's (distributed) optimizer and its learning-rate schedule, in optimizer steps."""
 
-    lr: float = key("peak learning rate")
-    min_lr: float = key("learning rate at the end of the decay", 0.0)
+    lr: float = key("peak learning rate", gt=0)
+    min_lr: float = key("learning rate at the end of the decay", 0.0, ge=0)
     schedule: Schedule = key("decay after the warm-up", Schedule.constant)
-    warmup_steps: int = key("optimizer steps of linear warm-up from 0", 0)
+    warmup_steps: int = key("optimizer steps of linear warm-up from 0", 0, ge=0)
     decay_steps: int | None = key(
-        "optimizer steps until min_lr; null is run.steps x batch.mini_batches. Unused by the constant schedule", None
+        "optimizer steps until min_lr; null is run.steps x batch.mini_batches. Unused by the constant schedule",
+        None,
+        gt=0,
     )
-    weight_decay: float = key("AdamW weight decay; norms and biases are excluded", 0.0)
-    beta1: float = key("AdamW beta1", 0.9)
-    beta2: float = key("AdamW beta2", 0.95)
-    eps: float = key("AdamW epsilon", 1e-8)
-    clip_grad: float = key("global gradient-norm clip; 0 disables", 1.0)
+    weight_decay: float = key("AdamW weight decay; norms and biases are excluded", 0.0, ge=0)
+    beta1: float = key("AdamW beta1", 0.9, ge=0, lt=1)
+    beta2: float = key("AdamW beta2", 0.95, ge=0, lt=1)
+    eps: float = key("AdamW epsilon", 1e-8, gt=0)
+    clip_grad: float = key("global gradient-norm clip; 0 disables", 1.0, ge=0)
     distributed: bool = key("shard optimizer state and master weights over DP (Megatron's distributed optimizer)", True)
     megatron: dict[str, Any] = key("any other field of Megatron's OptimizerConfig", factory=dict)
 
@@ -114,19 +110,19 @@ class PolicyConfig:
 class BatchConfig:
     """One RL step's batch and how it is cut."""
 
-    prompts: int = key("prompts per step")
-    samples: int = key("responses per prompt (the group of group-relative advantages)", 1)
-    mini_batches: int = key("optimizer steps per batch; must divide prompts", 1)
-    max_tokens: int = key("tokens per micro-batch and DP rank, padding included; bounds activation memory", 8192)
+    prompts: int = key("prompts per step", ge=1)
+    samples: int = key("responses per prompt (the group of group-relative advantages)", 1, ge=1)
+    mini_batches: int = key("optimizer steps per batch; must divide prompts", 1, ge=1)
+    max_tokens: int = key("tokens per micro-batch and DP rank, padding included; bounds activation memory", 8192, ge=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """A managed SGLang server."""
 
-    tp: int = key("tensor-parallel size of the server", 1)
-    port: int = key("HTTP port; 0 picks a free one", 0)
-    start_timeout_s: float = key("seconds from start to healthy", 300.0)
+    tp: int = key("tensor-parallel size of the server", 1, ge=1)
+    port: int = key("HTTP port; 0 picks a free one", 0, ge=0, le=65535)
+    start_timeout_s: float = key("seconds from start to healthy", 300.0, gt=0)
     args: dict[str, Any] = key(
         "further sglang.launch_server flags without the dashes, e.g. {mem_fraction_static: 0.8}; true is a bare flag",
         factory=dict,
@@ -138,11 +134,13 @@ class SyncConfig:
     """Weight updates from the trainer into the servers."""
 
     transport: Transport = key("how weights travel", Transport.distributed)
-    bucket_mb: int = key("size of one flattened bucket in MiB (transport: distributed)", 512)
+    bucket_mb: int = key("size of one flattened bucket in MiB (transport: distributed)", 512, ge=1)
     probe_tolerance: float = key(
-        "largest |logp_trainer - logp_server| on the probe sequence after an update; beyond it the run stops", 1e-3
+        "largest |logp_trainer - logp_server| on the probe sequence after an update; beyond it the run stops",
+        1e-3,
+        gt=0,
     )
-    timeout_s: float = key("seconds that one request of a weight update may take", 600.0)
+    timeout_s: float = key("seconds that one request of a weight update may take", 600.0, gt=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,13 +151,13 @@ class RolloutConfig:
     urls: list[str] = key("server URLs (engine: external)", factory=list)
     server: ServerConfig = key("the server to start (engine: managed)", factory=ServerConfig)
     sync: SyncConfig = key("weight updates", factory=SyncConfig)
-    temperature: float = key("sampling temperature; the trainer scores at the same temperature", 1.0)
-    top_p: float = key("nucleus sampling; ratios are only exact at 1", 1.0)
-    top_k: int = key("top-k sampling; -1 is off, ratios are only exact then", -1)
-    max_new_tokens: int = key("longest response in tokens")
-    max_concurrency: int = key("requests in flight over all servers", 256)
-    request_timeout_s: float = key("seconds that one generate request may take, retries excluded", 3600.0)
-    retries: int = key("attempts after a failed generate request", 3)
+    temperature: float = key("sampling temperature; the trainer scores at the same temperature", 1.0, gt=0)
+    top_p: float = key("nucleus sampling; ratios are only exact at 1", 1.0, gt=0, le=1)
+    top_k: int = key("top-k sampling; -1 is off, ratios are only exact then", -1, ge=-1)
+    max_new_tokens: int = key("longest response in tokens", ge=1)
+    max_concurrency: int = key("requests in flight over all servers", 256, ge=1)
+    request_timeout_s: float = key("seconds that one generate request may take, retries excluded", 3600.0, gt=0)
+    retries: int = key("attempts after a failed generate request", 3, ge=0)
     replay: str | None = key("directory of recorded batches to train from instead of sampling", None)
 
 
@@ -169,7 +167,7 @@ class RewardConfig:
 
     name: str = key("a registered reward, or a function of your own as 'module:function'")
     args: dict[str, Any] = key("keyword arguments given to the reward", factory=dict)
-    concurrency: int = key("rewards computed at once", 64)
+    concurrency: int = key("rewards computed at once", 64, ge=1)
     on_error: OnRewardError = key("what an exception in the reward does", OnRewardError.zero)
 
 
@@ -181,7 +179,7 @@ class DataConfig:
     path: str | None = key("file of the jsonl and parquet sources", None)
     prompt_key: str = key("field that holds the prompt (a string, or chat messages)", "prompt")
     response_key: str = key("field that holds the response (objective sft)", "response")
-    max_prompt_tokens: int = key("longer prompts are dropped and counted", 4096)
+    max_prompt_tokens: int = key("longer prompts are dropped and counted", 4096, ge=1)
     shuffle: bool = key("shuffle each epoch with the run's seed (jsonl and parquet)", True)
     args: dict[str, Any] = key("keyword arguments of the task generator", factory=dict)
 
@@ -191,19 +189,20 @@ class RunConfig:
     """One run: its folder, its length, its checkpoints."""
 
     dir: str = key("run folder; holds metrics, logs, rollouts, checkpoints and the effective configuration")
-    steps: int = key("RL steps (batches)")
-    seed: int = key("seed of data order, task generators and initialisation", 0)
-    workers: int = key("trainer ranks that `train` starts on this machine when neither srun nor torchrun did", 1)
-    threads: int = key("CPU threads per trainer rank", 1)
-    save_every: int = key("steps between checkpoints; 0 saves only at the end", 0)
-    keep_checkpoints: int = key("newest checkpoints kept; 0 keeps all", 2)
+    steps: int = key("RL steps (batches)", ge=1)
+    seed: int = key("seed of data order, task generators and initialisation", 0, ge=0)
+    workers: int = key("trainer ranks that `train` starts on this machine when neither srun nor torchrun did", 1, ge=1)
+    threads: int = key("CPU threads per trainer rank", 1, ge=1)
+    save_every: int = key("steps between checkpoints; 0 saves only at the end", 0, ge=0)
+    keep_checkpoints: int = key("newest checkpoints kept; 0 keeps all", 2, ge=0)
     export_hf: bool = key("write the trained policy as an HF checkpoint to DIR/hf at the end", True)
     grace_s: float = key(
         "seconds after SIGTERM or SIGUSR1 in which the step may finish; past it, the step stops at its next mini-batch",
         300.0,
+        ge=0,
     )
     on_non_finite: OnNonFinite = key("what a non-finite loss or gradient does", OnNonFinite.stop)
-    timeout_s: float = key("seconds after which a collective that some rank did not join fails", 1800.0)
+    timeout_s: float = key("seconds after which a collective that some rank did not join fails", 1800.0, gt=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +223,7 @@ class ObserveConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A whole recipe."""
+    """A whole recipe. `sources` says where each key was set; it is no key and takes no part in comparisons."""
 
     run: RunConfig = key("the run", factory=RunConfig)
     policy: PolicyConfig = key("the trained model", factory=PolicyConfig)
@@ -235,3 +234,8 @@ class Recipe:
     rollout: RolloutConfig | None = key("sampling; none for sft", None)
     reward: RewardConfig | None = key("reward; none for sft", None)
     observe: ObserveConfig = key("metrics sinks", factory=ObserveConfig)
+    sources: Sources = field(default_factory=dict, repr=False, compare=False, metadata={"omegaconf_ignore": True})
+
+    def where(self, path: str) -> str:
+        """The place that set the dotted key `path` or the section around it, e.g. `demo.yaml:12` or `command line`."""
+        return str(nearest(self.sources, path) or "default")

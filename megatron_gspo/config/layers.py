@@ -1,0 +1,125 @@
+"""What a recipe is made of before any types: its chain of `base:` files and the overrides, laid over one another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron_gspo.config.problem import Problem, RecipeError
+from megatron_gspo.config.source import Source, Sources, join, locate
+
+COMMAND_LINE = Source("command line")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Untyped values of one file or one override (interpolations not yet resolved) and where each was set."""
+
+    values: dict[str, Any]
+    sources: Sources
+
+
+def file_layers(path: Path, above: Sequence[Path] = ()) -> list[Layer]:
+    """The layers of the recipe at `path`, the lowest base first. `above` are the files that led here by `base:`."""
+    layer = _read(path)
+    base = layer.values.pop("base", None)
+    if base is None:
+        return [layer]
+    problem = _refuse_base(base, path, [*above, path])
+    if problem:
+        raise RecipeError([problem], layer.sources)
+    return [*file_layers(path.parent / base, [*above, path]), layer]
+
+
+def override_layer(override: str) -> Layer:
+    """The layer of one command-line override such as `objective.clip_high=4e-4`; its value is read as YAML."""
+    path, equals, text = override.partition("=")
+    names = path.split(".")
+    if not equals or not all(names):
+        reason = "an override is KEY=VALUE, e.g. objective.clip_high=4e-4"
+        raise RecipeError([Problem(key=repr(override), reason=reason)], {"": COMMAND_LINE})
+    try:
+        parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+    except yaml.YAMLError as error:
+        problem = Problem(key=path, value=text, reason=f"not a YAML value ({getattr(error, 'problem', error)})")
+        raise RecipeError([problem], {path: COMMAND_LINE}) from error
+    values = parsed["value"]
+    sources = {name: COMMAND_LINE for name in _flatten(values, path)}
+    for name in reversed(names):
+        values = {name: values}
+    return Layer(values, sources)
+
+
+def merge(layers: Sequence[Layer]) -> Layer:
+    """Later layers win. Mappings are merged key by key; anything else, lists and null included, is replaced whole."""
+    values: dict[str, Any] = {}
+    sources: dict[str, Source] = {}
+    for layer in layers:
+        values = _merge(values, layer.values)
+        for name, source in layer.sources.items():
+            if name and not isinstance(_get(values, name), dict):
+                sources = {old: where for old, where in sources.items() if not old.startswith(f"{name}.")}
+            sources[name] = source
+    return Layer(values, sources)
+
+
+def _read(path: Path) -> Layer:
+    if not path.is_file():
+        raise RecipeError([Problem(key=str(path), reason="no such file")], {})
+    text = path.read_text(encoding="utf-8")
+    try:
+        config = OmegaConf.create(text)
+        sources = locate(text, str(path))
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else None
+        problem = Problem(key="YAML", reason=str(error.problem))
+        raise RecipeError([problem], {"": Source(str(path), line)}) from error
+    except OmegaConfBaseException as error:
+        problem = Problem(key="YAML", reason=str(error).splitlines()[0])
+        raise RecipeError([problem], {"": Source(str(path))}) from error
+    if not isinstance(config, DictConfig):
+        raise RecipeError([Problem(key="YAML", reason="a recipe is a mapping of sections")], sources)
+    values: Any = OmegaConf.to_container(config)
+    return Layer(values, sources)
+
+
+def _refuse_base(base: Any, path: Path, chain: Sequence[Path]) -> Problem | None:
+    if not isinstance(base, str):
+        return Problem(key="base", value=base, reason="expected the path of another recipe, relative to this one")
+    target = path.parent / base
+    if not target.is_file():
+        siblings = sorted(str(other.relative_to(path.parent)) for other in path.parent.glob("*.yaml"))
+        return Problem(
+            key="base", value=base, reason=f"no such file: {target}", hint=f"beside it: {', '.join(siblings)}"
+        )
+    if target.resolve() in [link.resolve() for link in chain]:
+        cycle = " -> ".join(map(str, [*chain, target]))
+        return Problem(key="base", value=base, reason=f"bases form a cycle: {cycle}")
+    return None
+
+
+def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for name, value in above.items():
+        old = merged.get(name)
+        merged[name] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _get(values: Any, path: str) -> Any:
+    for name in path.split("."):
+        values = values.get(name) if isinstance(values, dict) else None
+    return values
+
+
+def _flatten(value: Any, prefix: str) -> Iterator[str]:
+    yield prefix
+    if isinstance(value, dict):
+        for name, child in value.items():
+            yield from _flatten(child, join(prefix, name))

@@ -1,0 +1,103 @@
+"""From a recipe file and overrides to a typed, checked, immutable `Recipe`."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron_gspo.config.layers import file_layers, merge, override_layer
+from megatron_gspo.config.objectives import OBJECTIVES, ObjectiveConfig
+from megatron_gspo.config.problem import Problem, RecipeError, suggest
+from megatron_gspo.config.reflect import Key, keys, walk
+from megatron_gspo.config.schema import Recipe
+from megatron_gspo.config.source import join
+from megatron_gspo.config.validate import validate
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe at `path`, laid over its `base:` chain, with dot-list `overrides` such as `batch.prompts=64` on top.
+
+    Raises RecipeError with every problem found, each with its key, file and line. What depends on the number of ranks
+    is not checked here, as a recipe does not know it: see `validate`.
+    """
+    layer = merge([*file_layers(Path(path)), *map(override_layer, overrides)])
+    config = OmegaConf.structured(Recipe)
+    problems = list(_fill(config, Recipe, layer.values, ""))
+    try:
+        problems += _missing(config, {problem.key for problem in problems})
+        recipe = None if problems else cast(Recipe, OmegaConf.to_object(config))
+    except OmegaConfBaseException as error:  # an interpolation that leads nowhere, or to a value of another type
+        problems.append(Problem(key=error.full_key or "recipe", reason=str(error).splitlines()[0]))
+    if problems or recipe is None:
+        raise RecipeError(problems, layer.sources)
+    recipe = dataclasses.replace(recipe, sources=layer.sources)
+    validate(recipe)
+    return recipe
+
+
+def _fill(node: DictConfig, section: type, values: dict[str, Any], prefix: str) -> Iterator[Problem]:
+    """Set `values` in the structured `node` of class `section`; yields what it refuses."""
+    OmegaConf.set_readonly(node, False)  # frozen dataclasses start read-only
+    valid = keys(section)
+    for name, value in values.items():
+        path = join(prefix, name)
+        if name not in valid:
+            yield _unknown(path, str(name), section, prefix, value)
+        elif valid[name].section is None or (value is None and valid[name].optional):
+            yield from _set(node, valid[name], value, path)
+        elif not isinstance(value, dict):
+            yield Problem(key=path, value=value, reason="expected a section (a mapping of keys)")
+        else:
+            yield from _fill_section(node, valid[name], value, path)
+
+
+def _fill_section(node: DictConfig, key: Key, values: dict[str, Any], path: str) -> Iterator[Problem]:
+    section = cast(type, key.section)
+    if section is ObjectiveConfig and "name" in values:
+        if values["name"] not in OBJECTIVES:
+            hint = suggest(values["name"], OBJECTIVES)
+            yield Problem(key=f"{path}.name", value=values["name"], reason="no such objective", hint=hint)
+            return
+        section = OBJECTIVES[values["name"]]
+    node[key.name] = section()
+    yield from _fill(node[key.name], section, values, path)
+
+
+def _set(node: DictConfig, key: Key, value: Any, path: str) -> Iterator[Problem]:
+    # OmegaConf turns any scalar into a string, and 007 or 1.10 would not survive that.
+    if key.hint in (str, str | None) and not isinstance(value, str | None):
+        yield Problem(key=path, value=value, reason=f"expected {key.type_name}", hint="quote it if it is meant as text")
+        return
+    try:
+        node[key.name] = value
+    except OmegaConfBaseException:
+        hint = suggest(value, key.choices) if key.choices else ""
+        yield Problem(key=path, value=value, reason=f"expected {key.type_name}", hint=hint)
+
+
+def _unknown(path: str, name: str, section: type, prefix: str, value: Any) -> Problem:
+    siblings = list(keys(section))
+    elsewhere = {other: owner for other, key, owner in walk() if key.name == name and key.section is None}
+    if issubclass(section, ObjectiveConfig) and path in elsewhere:
+        reason = f"the objective '{keys(section)['name'].default}' does not use this key"
+        return Problem(key=path, value=value, reason=reason, hint=f"its keys: {', '.join(siblings)}")
+    close = difflib.get_close_matches(name, siblings, n=1)
+    if close:
+        hint = f"did you mean {join(prefix, close[0])}?"
+    elif elsewhere:
+        hint = f"did you mean {' or '.join(elsewhere)}?"
+    else:
+        hint = f"valid: {', '.join(siblings)}"
+    return Problem(key=path, value=value, reason="no such key", hint=hint)
+
+
+def _missing(config: DictConfig, refused: set[str]) -> Iterator[Problem]:
+    docs = {path: key.doc for path, key, _ in walk()}
+    for path in sorted(OmegaConf.missing_keys(config) - refused):
+        yield Problem(key=path, reason=f"missing; it is the {docs[path]}")

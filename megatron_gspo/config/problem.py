@@ -1,0 +1,69 @@
+"""What is wrong with a recipe, told so that it can be put right: place, key, value, reason, nearest valid choice."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from omegaconf import MISSING
+
+from megatron_gspo.config.source import Sources, is_set, nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One refusal. `value` is what the key has, or MISSING where it has none; `hint` says what would be valid."""
+
+    key: str
+    reason: str
+    value: Any = MISSING
+    hint: str = ""
+
+    def describe(self, sources: Sources) -> str:
+        """One line, e.g. `demo.yaml:12: batch.promts = 32: no such key; did you mean batch.prompts?`"""
+        source = nearest(sources, self.key)
+        place = "" if source is None else f"{source}: "
+        origin = "" if is_set(sources, self.key) else " (default)"
+        value = "" if self.value is MISSING else f" = {show(self.value)}{origin}"
+        hint = f"; {self.hint}" if self.hint else ""
+        return f"{place}{self.key}{value}: {self.reason}{hint}"
+
+
+class RecipeError(ValueError):
+    """A recipe that is refused, with every problem that was found."""
+
+    def __init__(self, problems: Sequence[Problem], sources: Sources):
+        super().__init__(problems, sources)  # both in `args`, so that the error survives pickling
+        self.problems = tuple(problems)
+        self.sources = sources
+
+    def __str__(self) -> str:
+        return "\n".join(problem.describe(self.sources) for problem in self.problems)
+
+
+def show(value: Any) -> str:
+    """`value` as it would be written in YAML, except that strings are always quoted."""
+    if value is None:
+        return "null"
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value)
+
+
+def suggest(word: Any, choices: Iterable[str]) -> str:
+    """A hint: the choice nearest to `word`; where none is near, all of them, unless they are too many to read."""
+    choices = list(choices)
+    near = difflib.get_close_matches(str(word), choices, n=1)
+    if near:
+        return f"did you mean {near[0]}?"
+    return f"valid: {', '.join(choices)}" if len(choices) <= 20 else ""
+
+
+def divisors(number: int) -> str:
+    """A hint that lists the divisors of `number`."""
+    return "valid: " + ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

@@ -1,0 +1,170 @@
+"""Contradictions inside a recipe. Each rule is a pure function from a recipe to the problems that it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from megatron_gspo.config.objectives import Estimator
+from megatron_gspo.config.problem import Problem, divisors, show
+from megatron_gspo.config.reflect import keys, leaves, value_at
+from megatron_gspo.config.schema import Engine, Recipe, Schedule, Transport
+
+# Sections that only some objectives use; `ObjectiveConfig.sections` says which.
+OPTIONAL_SECTIONS = ("advantage", "rollout", "reward")
+FILE_SOURCES = ("jsonl", "parquet")
+
+
+def objective_sections(recipe: Recipe) -> Iterator[Problem]:
+    """An objective has exactly the sections that it uses."""
+    name, used = recipe.objective.name, recipe.objective.sections
+    for section in OPTIONAL_SECTIONS:
+        present = getattr(recipe, section) is not None
+        if section in used and not present:
+            yield Problem(key=section, reason=f"missing; the objective '{name}' needs this section")
+        if section not in used and present:
+            reason = f"the objective '{name}' does not use this section"
+            yield Problem(key=section, reason=reason, hint=f"remove it, or set {section}: null")
+
+
+def samples(recipe: Recipe) -> Iterator[Problem]:
+    if "rollout" not in recipe.objective.sections:
+        yield from _unused(recipe, "batch.samples", f"the objective '{recipe.objective.name}' reads its responses")
+
+
+def group_size(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.advantage and recipe.advantage.estimator is Estimator.group and recipe.batch.samples < 2:
+        reason = "group-relative advantages compare the responses to one prompt and need at least 2"
+        yield _refuse(recipe, "batch.samples", reason)
+
+
+def mini_batches(recipe: Recipe) -> Iterator[Problem]:
+    prompts = recipe.batch.prompts
+    if prompts % recipe.batch.mini_batches:
+        reason = f"does not divide batch.prompts = {prompts}"
+        yield _refuse(recipe, "batch.mini_batches", reason, divisors(prompts))
+
+
+def micro_batch_room(recipe: Recipe) -> Iterator[Problem]:
+    """The longest sequence that sampling can produce fits into one micro-batch, padding included."""
+    if recipe.rollout is None:
+        return
+    layout, longest = recipe.policy.layout, recipe.data.max_prompt_tokens + recipe.rollout.max_new_tokens
+    multiple = 2 * layout.cp * layout.tp
+    padded = -(-longest // multiple) * multiple
+    if padded > recipe.batch.max_tokens:
+        reason = (
+            f"too small for the longest sequence: data.max_prompt_tokens + rollout.max_new_tokens = "
+            f"{recipe.data.max_prompt_tokens} + {recipe.rollout.max_new_tokens}, padded to {padded}"
+        )
+        yield _refuse(recipe, "batch.max_tokens", reason, f"raise it to {padded}, or lower one of the two")
+
+
+def pipeline(recipe: Recipe) -> Iterator[Problem]:
+    layout = recipe.policy.layout
+    if layout.pp > 1:
+        return
+    if layout.vpp > 1:
+        yield _refuse(
+            recipe, "policy.layout.vpp", "virtual stages need a pipeline", "set policy.layout.pp > 1, or vpp: 1"
+        )
+    yield from _unused(recipe, "policy.layout.pipeline_layout", "policy.layout.pp is 1, so that there is one stage")
+
+
+def schedule(recipe: Recipe) -> Iterator[Problem]:
+    section, path = recipe.policy.optimizer, "policy.optimizer"
+    total = recipe.run.steps * recipe.batch.mini_batches
+    if section.schedule is Schedule.constant:
+        for name in ("decay_steps", "min_lr"):
+            yield from _unused(recipe, f"{path}.{name}", f"{path}.schedule is constant and never decays")
+    elif section.min_lr > section.lr:
+        yield _refuse(recipe, f"{path}.min_lr", f"above the peak {path}.lr = {section.lr}")
+    end = total if section.decay_steps is None else section.decay_steps
+    if section.warmup_steps >= end:
+        what = (
+            f"run.steps x batch.mini_batches = {total}"
+            if section.decay_steps is None
+            else f"{path}.decay_steps = {end}"
+        )
+        yield _refuse(recipe, f"{path}.warmup_steps", f"must be below {what} optimizer steps")
+
+
+def engine(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.rollout is None:
+        return
+    because = f"rollout.engine is {recipe.rollout.engine}"
+    if recipe.rollout.engine is Engine.managed:
+        yield from _unused(recipe, "rollout.urls", because, "or set rollout.engine: external")
+        return
+    for path, _, _ in leaves(recipe.rollout.server, "rollout.server"):
+        yield from _unused(recipe, path, because)
+    if not recipe.rollout.urls and recipe.rollout.replay is None:
+        hint = "list the servers, e.g. ['http://node7:30000'], or set rollout.engine: managed"
+        yield _refuse(recipe, "rollout.urls", f"{because} and no server is named", hint)
+
+
+def transport(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.rollout and recipe.rollout.sync.transport is Transport.disk:
+        yield from _unused(recipe, "rollout.sync.bucket_mb", "rollout.sync.transport is disk")
+
+
+def sampling(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.rollout and recipe.rollout.top_k == 0:
+        yield _refuse(recipe, "rollout.top_k", "must be -1 (off) or at least 1")
+
+
+def reward_name(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.reward and ":" in recipe.reward.name and not all(recipe.reward.name.split(":", 1)):
+        yield _refuse(recipe, "reward.name", "a function of your own is 'module:function'")
+
+
+def data_source(recipe: Recipe) -> Iterator[Problem]:
+    source = recipe.data.source
+    if source in FILE_SOURCES:
+        yield from _unused(recipe, "data.args", f"data.source is '{source}', not a task generator")
+        if recipe.data.path is None:
+            yield _refuse(recipe, "data.path", f"data.source '{source}' needs a file")
+        return
+    for name in ("path", "prompt_key", "shuffle"):
+        because = f"data.source is the task generator '{source}', not a file"
+        yield from _unused(recipe, f"data.{name}", because, f"or set data.source: {' | '.join(FILE_SOURCES)}")
+
+
+def response_key(recipe: Recipe) -> Iterator[Problem]:
+    if "rollout" in recipe.objective.sections:
+        yield from _unused(
+            recipe, "data.response_key", f"the objective '{recipe.objective.name}' samples its responses"
+        )
+    elif recipe.data.source not in FILE_SOURCES:
+        because = f"data.source is the task generator '{recipe.data.source}', not a file"
+        yield from _unused(recipe, "data.response_key", because)
+
+
+RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
+    objective_sections,
+    samples,
+    group_size,
+    mini_batches,
+    micro_batch_room,
+    pipeline,
+    schedule,
+    engine,
+    transport,
+    sampling,
+    reward_name,
+    data_source,
+    response_key,
+)
+
+
+def _refuse(recipe: Recipe, path: str, reason: str, hint: str = "") -> Problem:
+    return Problem(key=path, value=value_at(recipe, path), reason=reason, hint=hint)
+
+
+def _unused(recipe: Recipe, path: str, because: str, remedy: str = "") -> Iterator[Problem]:
+    # Only a value that differs from the default was meant to do something; the effective configuration spells all of
+    # them out and must stay loadable.
+    section, _, name = path.rpartition(".")
+    default = keys(type(value_at(recipe, section)))[name].default
+    if value_at(recipe, path) != default:
+        hint = f"remove it (default {show(default)})" + (f", {remedy}" if remedy else "")
+        yield _refuse(recipe, path, f"has no effect: {because}", hint)

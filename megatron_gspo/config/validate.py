@@ -1,0 +1,32 @@
+"""Refuses recipes that contradict themselves, before anything starts. Nothing here edits a value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megatron_gspo.config.fit import model_problems, world_problems
+from megatron_gspo.config.problem import Problem, RecipeError
+from megatron_gspo.config.reflect import leaves
+from megatron_gspo.config.rules import RULES
+from megatron_gspo.config.schema import Recipe
+
+
+def validate(recipe: Recipe, world_size: int | None = None) -> None:
+    """Raise RecipeError with every problem of `recipe`; with `world_size` trainer ranks, also of its layout on them."""
+    problems = [*_bounds(recipe), *(problem for rule in RULES for problem in rule(recipe))]
+    if not problems:  # the sizes below are divided by one another
+        problems += model_problems(recipe)
+        problems += world_problems(recipe, world_size) if world_size is not None else ()
+    if problems:
+        raise RecipeError(problems, recipe.sources)
+
+
+def _bounds(recipe: Recipe) -> Iterator[Problem]:
+    for path, key, value in leaves(recipe):
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            continue
+        if not key.bounds.admits(value) or not math.isfinite(value):
+            yield Problem(
+                key=path, value=value, reason=f"must be {key.bounds}" if str(key.bounds) else "must be finite"
+            )
