@@ -9,24 +9,19 @@ from megatron_gspo.objective.metrics import Max, Metric, Sum, TokenMean
 from megatron_gspo.objective.ratio import check_tokens
 
 
-def mean_difference(logp: Tensor, rollout_logp: Tensor, mask: Tensor) -> dict[str, Metric]:
-    """How far the trainer's log-probabilities are from the rollout engine's, over trained tokens.
+def policy_diagnostics(logp: Tensor, entropy: Tensor, rollout_logp: Tensor, mask: Tensor) -> dict[str, Metric]:
+    """Entropy of the policy, and how far its log-probabilities are from the rollout engine's, over trained tokens.
 
-    logp, rollout_logp [t] float; mask [t] bool. rollout_gap: mean |difference|; rollout_gap_max: its largest;
-    rollout_gap_not_finite: tokens left out because one of the two is nan or infinite.
+    logp, entropy, rollout_logp [t] float, detached; mask [t] bool.
+    entropy: mean over next-token distributions, in nats. rollout_gap: mean |logp - rollout_logp|; rollout_gap_max: its
+    largest; rollout_gap_not_finite: tokens left out of both because one of the two is nan or infinite.
     """
-    check_tokens(logp=logp, rollout_logp=rollout_logp, mask=mask)
-    gap = (logp.detach().double() - rollout_logp.double()).abs()
-    used = mask & gap.isfinite()
-    gap = torch.where(used, gap, 0.0)
+    check_tokens(logp=logp, entropy=entropy, rollout_logp=rollout_logp, mask=mask)
+    gap = (logp.double() - rollout_logp.double()).abs()
+    compared = mask & gap.isfinite()
     return {
-        "rollout_gap": TokenMean(gap.sum(), used.double().sum()),
-        "rollout_gap_max": Max.of(torch.where(used, gap, torch.nan)),
-        "rollout_gap_not_finite": Sum((mask & ~used).double().sum()),
+        "entropy": TokenMean(torch.where(mask, entropy.double(), 0.0).sum(), mask.double().sum()),
+        "rollout_gap": TokenMean(torch.where(compared, gap, 0.0).sum(), compared.double().sum()),
+        "rollout_gap_max": Max.of(torch.where(compared, gap, torch.nan)),
+        "rollout_gap_not_finite": Sum((mask & ~compared).double().sum()),
     }
-
-
-def mean_entropy(entropy: Tensor, mask: Tensor) -> dict[str, Metric]:
-    """Mean entropy (nats) of the next-token distributions at trained tokens. entropy [t] float; mask [t] bool."""
-    check_tokens(entropy=entropy, mask=mask)
-    return {"entropy": TokenMean(torch.where(mask, entropy.detach().double(), 0.0).sum(), mask.double().sum())}

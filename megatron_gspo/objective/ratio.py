@@ -13,6 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+_PIECE = 256
+
+
 @dataclass(frozen=True, eq=False)
 class SequenceRatio:
     """Length-normalised importance ratios; everything float64 [m] or bool [m], detached unless said.
@@ -69,9 +72,15 @@ def sequence_ratio(
 
 
 def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
-    """[m]: sum of values[offsets[i] : offsets[i+1]] for each i, 0 for an empty one. Differentiable in `values` [t]."""
-    end = offsets.new_tensor([values.numel()])  # the padding after offsets[m] is a segment too, dropped again
-    return torch.segment_reduce(values, "sum", offsets=torch.cat([offsets, end]), unsafe=True)[:-1]
+    """[m]: sum of values[offsets[i] : offsets[i+1]] for each i, 0 for an empty one. Differentiable in `values` [t].
+
+    Sums pieces of at most `_PIECE` tokens, then pieces: one running sum over 50,000 tokens would lose four digits.
+    """
+    pieces = torch.arange(0, values.numel() + _PIECE, _PIECE, device=offsets.device).clamp(max=values.numel())
+    cuts = torch.cat([offsets, pieces]).sort().values
+    piece_sums = torch.segment_reduce(values, "sum", offsets=cuts, unsafe=True)
+    ends = torch.searchsorted(cuts, torch.cat([offsets, cuts[-1:]]))
+    return torch.segment_reduce(piece_sums, "sum", offsets=ends, unsafe=True)[:-1]
 
 
 def check_tokens(**tensors: Tensor) -> None:
