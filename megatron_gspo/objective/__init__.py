@@ -1,4 +1,4 @@
-"""The mathematics: advantages, ratios, losses and their metrics. Pure torch; knows no parallelism but a group to sum over."""
+"""The mathematics: advantages, ratios, losses and their metrics. Pure torch; of parallelism it knows one group."""
 
 from megatron_gspo.objective.advantage import group_relative, zero_variance_share
 from megatron_gspo.objective.diagnostics import policy_diagnostics

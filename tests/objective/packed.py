@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +23,9 @@ def offsets_of(rows: Sequence[Tensor]) -> Tensor:
 
 
 def packed_loss(
-    case: Case, numbers: Sequence[int] | None = None, *, dtype: torch.dtype = torch.float64, **changed: Any
+    case: Case, numbers: Sequence[int] | None = None, *, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, list[Tensor], dict[str, Metric]]:
-    """Loss, its gradient per row, and metrics of a case's rows (`numbers`, all by default); N stays that of the case."""
+    """Loss, its gradient per row, and metrics of rows `numbers` (all by default); N stays the case's."""
     numbers = range(case.n) if numbers is None else numbers
     new, old, mask = ([side[i] for i in numbers] for side in (case.new, case.old, case.mask))
     logp = pack(new).to(dtype).requires_grad_()
@@ -37,13 +36,10 @@ def packed_loss(
         offsets_of(new),
         case.trained_lens[list(numbers)],
         case.advantages[list(numbers)],
-        **{
-            "rows": torch.tensor(list(numbers), dtype=torch.int64),
-            "num_sequences": case.n,
-            "group": None,
-            **case.clip,
-            **changed,
-        },
+        rows=torch.tensor(list(numbers), dtype=torch.int64),
+        num_sequences=case.n,
+        group=None,
+        **case.clip,
     )
     loss.backward()
     assert logp.grad is not None and not logp.grad[-TAIL:].any()

@@ -1,4 +1,4 @@
-"""The oracle: cases.json (seeded float64 cases with analytic results; its `conventions` say what every number means)."""
+"""The oracle: cases.json (seeded float64 cases, analytic results; its `conventions` say what numbers mean)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One case with ragged rows of T_i tokens: new, old [T_i] float64, mask [T_i] bool per row; the rest as in the file."""
+    """One case with ragged rows of T_i tokens: new, old [T_i] float64, mask [T_i] bool each."""
 
     id: str
     new: list[Tensor]
