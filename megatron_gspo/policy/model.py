@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -93,7 +98,10 @@ def ddp_config(policy: PolicyConfig) -> DistributedDataParallelConfig:
 
 
 def wrap(model: Model, ddp: DistributedDataParallelConfig, layout: Layout) -> list[DistributedDataParallel]:
-    """The chunks in Megatron's DDP, in Float16Module below it for bf16. Parameters become views of DDP's buffers."""
+    """The chunks in Megatron's DDP, in Float16Module below it for bf16. Parameters become views of DDP's buffers.
+
+    Connects Megatron's schedules to them through `model.config`: gradients are finalized at the end of each pass.
+    """
     wrapped = []
     for number, chunk in enumerate(model.chunks):
         module = Float16Module(model.config, chunk) if model.config.bf16 else chunk
@@ -101,7 +109,24 @@ def wrap(model: Model, ddp: DistributedDataParallelConfig, layout: Layout) -> li
         wrapped.append(
             DistributedDataParallel(model.config, ddp, module, disable_bucketing=number > 0, pg_collection=layout.pgs)
         )
+    config: Any = model.config
+    config.finalize_model_grads_func = finalize_model_grads
+    if ddp.overlap_grad_reduce:
+        config.no_sync_func = _per_chunk([chunk.no_sync for chunk in wrapped])
+        config.grad_sync_func = _per_chunk([chunk.start_grad_sync for chunk in wrapped])
+    if ddp.overlap_param_gather and ddp.align_param_gather:
+        config.param_sync_func = _per_chunk([chunk.start_param_sync for chunk in wrapped])
     return wrapped
+
+
+def sync_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Bring every parameter up to date. Collective over data parallelism; call before reading weights.
+
+    With overlap_param_gather, parameters stay those of the step before until the next forward pass gathers them.
+    """
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
 
 
 def stage_padding_mask(chunk: torch.nn.Module, mask: Tensor, layout: Layout) -> Tensor:
@@ -114,6 +139,11 @@ def stage_padding_mask(chunk: torch.nn.Module, mask: Tensor, layout: Layout) -> 
     return tensor_parallel.scatter_to_sequence_parallel_region(mask.transpose(0, 1), group=layout.pgs.tp).transpose(
         0, 1
     )
+
+
+def _per_chunk(functions: list[Any]) -> Any:
+    """What the schedules expect: a list with several chunks, the function itself with one."""
+    return functions if len(functions) > 1 else functions[0]
 
 
 def _freeze_expert_bias(model: GPTModel) -> None:

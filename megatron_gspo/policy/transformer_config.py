@@ -235,5 +235,10 @@ _REFUSED = {
     "no_sync_func": "the training step sets it",
     "grad_sync_func": "the training step sets it",
     "param_sync_func": "the training step sets it",
+    "cross_entropy_loss_fusion": "log-probabilities have a kernel of their own",
+    "cross_entropy_fusion_impl": "log-probabilities have a kernel of their own",
+    "fp8_output_proj": "log-probabilities need the output layer in high precision",
+    "defer_embedding_wgrad_compute": "the output layer's gradient is computed with the log-probabilities",
+    "use_mup": "the parametrisation is that of the HF checkpoint",
     "timers": "it is not a value that a recipe can hold",
 }
