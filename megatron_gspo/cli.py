@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -93,11 +94,17 @@ def _show(args: argparse.Namespace) -> int:
     if args.keys is not None:
         from megatron_gspo.config.document import document_keys
 
-        print(document_keys(args.keys))
-        return 0
+        return _print(document_keys(args.keys))
     from megatron_gspo.config import effective_yaml, load_recipe, objective_formula
 
     recipe = load_recipe(args.recipe, args.overrides)
     formula = "\n".join(f"# {line}".rstrip() for line in objective_formula(recipe).splitlines())
-    print(f"{formula}\n\n{effective_yaml(recipe)}", end="")
+    return _print(f"{formula}\n\n{effective_yaml(recipe)}")
+
+
+def _print(text: str) -> int:
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:  # the reader has seen enough, e.g. `| head`; Python's own flush at exit must not fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0

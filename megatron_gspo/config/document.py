@@ -6,7 +6,7 @@ import textwrap
 
 from omegaconf import MISSING
 
-from megatron_gspo.config.objectives import ObjectiveConfig
+from megatron_gspo.config.objectives import OBJECTIVES
 from megatron_gspo.config.problem import Problem, RecipeError, show, suggest
 from megatron_gspo.config.reflect import Key, keys, walk
 
@@ -23,17 +23,18 @@ def document_keys(section: str = "") -> str:
     if not found:
         hint = suggest(section, dict.fromkeys(path for path, _, _ in walk()))
         raise RecipeError([Problem(key=section, reason="no such key or section", hint=hint)], {})
-    return "\n".join(found.values())
+    return "\n".join(found.values()).lstrip() + "\n"
 
 
 def _entry(path: str, key: Key, owner: type) -> str:
     if key.section is not None:
         head = f"\n{path}: section{', or null' if key.optional else ''}"
         return f"{head}\n{_indent(_first_paragraph(key.section))}"
-    default = "required" if key.default is MISSING else f"= {show(key.default)}"
-    only = f"  (objective '{keys(owner)['name'].default}')" if issubclass(owner, ObjectiveConfig) else ""
+    default = "required" if key.default == MISSING else f"= {show(key.default)}"
+    kind = " | ".join(OBJECTIVES) if path == "objective.name" else key.type_name
+    only = f" (objective {keys(owner)['name'].default})" if owner in OBJECTIVES.values() else ""
     bounds = f", {key.bounds}" if str(key.bounds) else ""
-    return f"{path}: {key.type_name}{bounds} {default}{only}\n{_indent(key.doc)}"
+    return f"{path}: {kind}{bounds} {default}{only}\n{_indent(key.doc)}"
 
 
 def _first_paragraph(section: type) -> str:

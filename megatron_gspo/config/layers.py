@@ -11,7 +11,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_gspo.config.problem import Problem, RecipeError
+from megatron_gspo.config.problem import Problem, RecipeError, complaint, suggest
 from megatron_gspo.config.source import Source, Sources, join, locate
 
 COMMAND_LINE = Source("command line")
@@ -46,8 +46,8 @@ def override_layer(override: str) -> Layer:
         raise RecipeError([Problem(key=repr(override), reason=reason)], {"": COMMAND_LINE})
     try:
         parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
-    except yaml.YAMLError as error:
-        problem = Problem(key=path, value=text, reason=f"not a YAML value ({getattr(error, 'problem', error)})")
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        problem = Problem(key=path, value=text, reason=f"not a YAML value: {complaint(error)}")
         raise RecipeError([problem], {path: COMMAND_LINE}) from error
     values = parsed["value"]
     sources = {name: COMMAND_LINE for name in _flatten(values, path)}
@@ -78,10 +78,10 @@ def _read(path: Path) -> Layer:
         sources = locate(text, str(path))
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else None
-        problem = Problem(key="YAML", reason=str(error.problem))
+        problem = Problem(key="YAML", reason=complaint(error))
         raise RecipeError([problem], {"": Source(str(path), line)}) from error
     except OmegaConfBaseException as error:
-        problem = Problem(key="YAML", reason=str(error).splitlines()[0])
+        problem = Problem(key="YAML", reason=complaint(error))
         raise RecipeError([problem], {"": Source(str(path))}) from error
     if not isinstance(config, DictConfig):
         raise RecipeError([Problem(key="YAML", reason="a recipe is a mapping of sections")], sources)
@@ -94,10 +94,8 @@ def _refuse_base(base: Any, path: Path, chain: Sequence[Path]) -> Problem | None
         return Problem(key="base", value=base, reason="expected the path of another recipe, relative to this one")
     target = path.parent / base
     if not target.is_file():
-        siblings = sorted(str(other.relative_to(path.parent)) for other in path.parent.glob("*.yaml"))
-        return Problem(
-            key="base", value=base, reason=f"no such file: {target}", hint=f"beside it: {', '.join(siblings)}"
-        )
+        hint = suggest(base, sorted(other.name for other in path.parent.glob("*.yaml")))
+        return Problem(key="base", value=base, reason=f"no such file: {target}", hint=hint)
     if target.resolve() in [link.resolve() for link in chain]:
         cycle = " -> ".join(map(str, [*chain, target]))
         return Problem(key="base", value=base, reason=f"bases form a cycle: {cycle}")

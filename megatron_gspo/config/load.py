@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_gspo.config.layers import file_layers, merge, override_layer
 from megatron_gspo.config.objectives import OBJECTIVES, ObjectiveConfig
-from megatron_gspo.config.problem import Problem, RecipeError, suggest
+from megatron_gspo.config.problem import Problem, RecipeError, complaint, suggest
 from megatron_gspo.config.reflect import Key, keys, walk
 from megatron_gspo.config.schema import Recipe
 from megatron_gspo.config.source import join
@@ -30,10 +30,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     config = OmegaConf.structured(Recipe)
     problems = list(_fill(config, Recipe, layer.values, ""))
     try:
-        problems += _missing(config, {problem.key for problem in problems})
+        problems += _missing(config, [problem.key for problem in problems])
         recipe = None if problems else cast(Recipe, OmegaConf.to_object(config))
     except OmegaConfBaseException as error:  # an interpolation that leads nowhere, or to a value of another type
-        problems.append(Problem(key=error.full_key or "recipe", reason=str(error).splitlines()[0]))
+        problems.append(Problem(key=error.full_key or "recipe", reason=complaint(error)))
     if problems or recipe is None:
         raise RecipeError(problems, layer.sources)
     recipe = dataclasses.replace(recipe, sources=layer.sources)
@@ -72,7 +72,8 @@ def _fill_section(node: DictConfig, key: Key, values: dict[str, Any], path: str)
 def _set(node: DictConfig, key: Key, value: Any, path: str) -> Iterator[Problem]:
     # OmegaConf turns any scalar into a string, and 007 or 1.10 would not survive that.
     if key.hint in (str, str | None) and not isinstance(value, str | None):
-        yield Problem(key=path, value=value, reason=f"expected {key.type_name}", hint="quote it if it is meant as text")
+        hint = "" if isinstance(value, list | dict) else "quote it if it is meant as text"
+        yield Problem(key=path, value=value, reason=f"expected {key.type_name}", hint=hint)
         return
     try:
         node[key.name] = value
@@ -97,7 +98,9 @@ def _unknown(path: str, name: str, section: type, prefix: str, value: Any) -> Pr
     return Problem(key=path, value=value, reason="no such key", hint=hint)
 
 
-def _missing(config: DictConfig, refused: set[str]) -> Iterator[Problem]:
+def _missing(config: DictConfig, refused: Sequence[str]) -> Iterator[Problem]:
     docs = {path: key.doc for path, key, _ in walk()}
-    for path in sorted(OmegaConf.missing_keys(config) - refused):
-        yield Problem(key=path, reason=f"missing; it is the {docs[path]}")
+    docs["objective.name"] = f"valid: {', '.join(OBJECTIVES)}"
+    for path in sorted(OmegaConf.missing_keys(config)):
+        if not any(path == other or path.startswith(f"{other}.") for other in refused):
+            yield Problem(key=path, reason="required, but not set", hint=docs[path])

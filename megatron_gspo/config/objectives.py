@@ -18,14 +18,14 @@ class OnRatio(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
-    """Base of all objectives; `name` selects the subclass in OBJECTIVES.
+    """What is optimised; `name` selects the class in OBJECTIVES, and with it the other keys.
 
     `sections` are those of the recipe's optional sections that the objective uses; the others must be absent.
     """
 
     sections: ClassVar[frozenset[str]] = frozenset()
 
-    name: str = key("objective: gspo or sft")
+    name: str = key("the objective")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class GspoConfig(ObjectiveConfig):
 
     sections: ClassVar[frozenset[str]] = frozenset({"advantage", "rollout", "reward"})
 
-    name: str = key("objective", "gspo")
+    name: str = key("the objective", "gspo")
     clip_low: float = key("sequence ratios below 1 - clip_low are clipped (paper: 3e-4)", 3e-4, gt=0, lt=1)
     clip_high: float = key("sequence ratios above 1 + clip_high are clipped (paper: 4e-4)", 4e-4, gt=0)
     on_policy_check: OnRatio = key(
@@ -46,7 +46,7 @@ class GspoConfig(ObjectiveConfig):
 class SftConfig(ObjectiveConfig):
     """Cross-entropy on given responses, averaged over all response tokens of the mini-batch."""
 
-    name: str = key("objective", "sft")
+    name: str = key("the objective", "sft")
 
 
 OBJECTIVES: dict[str, type[ObjectiveConfig]] = {"gspo": GspoConfig, "sft": SftConfig}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import yaml
 from omegaconf import MISSING
 
 from megatron_gspo.config.source import Sources, is_set, nearest
@@ -27,7 +28,7 @@ class Problem:
         source = nearest(sources, self.key)
         place = "" if source is None else f"{source}: "
         origin = "" if is_set(sources, self.key) else " (default)"
-        value = "" if self.value is MISSING else f" = {show(self.value)}{origin}"
+        value = "" if self.value == MISSING else f" = {show(self.value)}{origin}"
         hint = f"; {self.hint}" if self.hint else ""
         return f"{place}{self.key}{value}: {self.reason}{hint}"
 
@@ -67,3 +68,10 @@ def suggest(word: Any, choices: Iterable[str]) -> str:
 def divisors(number: int) -> str:
     """A hint that lists the divisors of `number`."""
     return "valid: " + ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+def complaint(error: Exception) -> str:
+    """What an error of YAML or OmegaConf complains about, without the context that they append."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem:
+        return error.problem
+    return str(error).splitlines()[0]

@@ -64,16 +64,18 @@ def keys(section: type) -> dict[str, Key]:
 def walk(section: type = Recipe, prefix: str = "") -> Iterator[tuple[str, Key, type]]:
     """(dotted key, key, class of its section) of every key that any recipe may set, sections before their keys.
 
-    A key that several objectives share comes once for each of them.
+    The objective's section has the keys of all objectives, each with the class that holds it.
     """
     for key in keys(section).values():
         path = join(prefix, key.name)
         yield path, key, section
-        if key.section is None:
-            continue
-        variants = OBJECTIVES.values() if key.section is ObjectiveConfig else [key.section]
-        for variant in variants:
-            yield from walk(variant, path)
+        if key.section is not None:
+            yield from walk(key.section, path)
+    if section is ObjectiveConfig:
+        shared = keys(ObjectiveConfig)
+        for objective in OBJECTIVES.values():
+            own = (key for key in keys(objective).values() if key.name not in shared)
+            yield from ((join(prefix, key.name), key, objective) for key in own)
 
 
 def leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Key, Any]]:
@@ -116,5 +118,5 @@ def _type_name(hint: Any) -> str:
     if typing.get_origin(hint) is list:
         return f"list of {_type_name(typing.get_args(hint)[0])}"
     if typing.get_origin(hint) is dict:
-        return "mapping"
+        return "mapping of str"
     return hint.__name__

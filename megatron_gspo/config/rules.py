@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from megatron_gspo.config.objectives import Estimator
+from omegaconf import MISSING
+
+from megatron_gspo.config.objectives import AdvantageConfig, Estimator
 from megatron_gspo.config.problem import Problem, divisors, show
 from megatron_gspo.config.reflect import keys, leaves, value_at
-from megatron_gspo.config.schema import Engine, Recipe, Schedule, Transport
+from megatron_gspo.config.schema import Engine, Recipe, RewardConfig, RolloutConfig, Schedule, Transport
 
 # Sections that only some objectives use; `ObjectiveConfig.sections` says which.
-OPTIONAL_SECTIONS = ("advantage", "rollout", "reward")
+OPTIONAL_SECTIONS = {"advantage": AdvantageConfig, "rollout": RolloutConfig, "reward": RewardConfig}
 FILE_SOURCES = ("jsonl", "parquet")
 
 
@@ -20,7 +22,8 @@ def objective_sections(recipe: Recipe) -> Iterator[Problem]:
     for section in OPTIONAL_SECTIONS:
         present = getattr(recipe, section) is not None
         if section in used and not present:
-            yield Problem(key=section, reason=f"missing; the objective '{name}' needs this section")
+            reason = f"required by the objective '{name}', but not set"
+            yield Problem(key=section, reason=reason, hint=_how_to_add(section))
         if section not in used and present:
             reason = f"the objective '{name}' does not use this section"
             yield Problem(key=section, reason=reason, hint=f"remove it, or set {section}: null")
@@ -154,6 +157,11 @@ RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     data_source,
     response_key,
 )
+
+
+def _how_to_add(section: str) -> str:
+    required = [key.name for key in keys(OPTIONAL_SECTIONS[section]).values() if key.default == MISSING]
+    return f"set {', '.join(f'{section}.{name}' for name in required)}" if required else f"add `{section}: {{}}`"
 
 
 def _refuse(recipe: Recipe, path: str, reason: str, hint: str = "") -> Problem:
