@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, ParamKey, get_megatron_optimizer
-from megatron.core.optimizer.optimizer_config import ParamGroupOverride, ParamWithNamePredicate
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 
 from megatron_gspo.config.schema import Dtype, OptimizerSection, PolicyConfig, Recipe, Schedule
 from megatron_gspo.policy.layout import Layout
