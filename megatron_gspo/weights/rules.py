@@ -1,7 +1,8 @@
 """The vocabulary of a model family: which HF tensors make which Megatron parameter, and how tensor parallelism cuts it.
 
-A rule names one or several HF tensors and the one Megatron parameter that holds them. `{layer}` and `{expert}` stand
-for GLOBAL numbers in HF names; in Megatron names they stand where Megatron writes its local ones, and `bind` translates.
+A rule names one or several HF tensors and the one Megatron parameter that holds them. In HF names `{layer}` and
+`{expert}` stand for GLOBAL numbers; in Megatron names they stand where Megatron writes its local ones, which `bind`
+translates.
 
 Loading and exporting walk the same `pieces`: rectangles that a rank's shard and an HF tensor share. Dense parameters
 are cut over the TP group, expert ones over the ETP group; a rule does not know which.

@@ -33,23 +33,18 @@ def save_hf(directory: str | Path, plan: ExportPlan, source_dir: str | Path, siz
 
     Collective over the world; `directory` must be on a file system that all ranks share. Every sender of the plan
     writes shards of at most `size_bytes` itself. All is written beside `directory` and renamed at the end, so the
-    directory appears complete or not at all. Raises ValueError for a `directory` that exists and is not empty, and
-    RuntimeError on every rank when one of them fails to write.
+    directory appears complete or not at all. Raises RuntimeError on every rank when one of them fails, also for a
+    `directory` that exists and is not empty.
     """
     target, rank = Path(directory), dist.get_rank()
     unfinished = target.with_name(f".{target.name}.unfinished")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{target}: exists and is not an empty directory; remove it or export elsewhere")
     sequence = buckets(plan, size_bytes)
     files = [f"model-{number:05d}-of-{len(sequence):05d}.safetensors" for number in range(1, len(sequence) + 1)]
     try:
-        _agree(_attempt(lambda: _prepare(unfinished)) if rank == 0 else None)
+        _agree(_attempt(partial(_prepare, target, unfinished)) if rank == 0 else None)
         _agree(_write_shards(unfinished, sequence, files))
-        _agree(
-            _attempt(lambda: _finish(unfinished, target, plan, sequence, files, Path(source_dir)))
-            if rank == 0
-            else None
-        )
+        finish = partial(_finish, unfinished, target, plan, sequence, files, Path(source_dir))
+        _agree(_attempt(finish) if rank == 0 else None)
     finally:
         if rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -72,7 +67,9 @@ def _agree(error: str | None) -> None:
         raise RuntimeError("export of the HF checkpoint failed on " + "; ".join(e for e in errors if e is not None))
 
 
-def _prepare(unfinished: Path) -> None:
+def _prepare(target: Path, unfinished: Path) -> None:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(f"{target} is not an empty directory; remove it or export elsewhere")
     if unfinished.exists():
         shutil.rmtree(unfinished)
     unfinished.mkdir(parents=True)
