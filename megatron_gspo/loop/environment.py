@@ -1,0 +1,52 @@
+"""The one reader of environment variables: which rank this process is, as torchrun, srun or our own launcher say it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """This process's place in the world of trainer ranks."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    master_addr: str
+    master_port: int
+    restart_count: int = 0
+
+
+def _integer(variables: Mapping[str, str], name: str) -> int:
+    value = variables[name]
+    if not value.isdigit():
+        raise ValueError(f"environment variable {name} is {value!r}; expected a non-negative integer")
+    return int(value)
+
+
+def read_environment(variables: Mapping[str, str] = os.environ) -> Environment | None:
+    """The rank that torchrun (RANK, WORLD_SIZE, ...) or srun (SLURM_PROCID, SLURM_NTASKS, ...) gave this process.
+
+    None when neither did, or when srun started a single task: `train` then starts local workers itself.
+    Raises ValueError for a malformed or missing variable.
+    """
+    if "RANK" in variables and "WORLD_SIZE" in variables:
+        names = {"rank": "RANK", "world_size": "WORLD_SIZE", "local_rank": "LOCAL_RANK"}
+    elif int(variables.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in variables:
+        names = {"rank": "SLURM_PROCID", "world_size": "SLURM_NTASKS", "local_rank": "SLURM_LOCALID"}
+    else:
+        return None
+    missing = [name for name in (*names.values(), "MASTER_ADDR", "MASTER_PORT") if name not in variables]
+    if missing:
+        raise ValueError(
+            f"environment variables {', '.join(missing)} are not set although {names['rank']} is; torchrun sets them, "
+            "and slurm/train.sbatch exports MASTER_ADDR and MASTER_PORT"
+        )
+    return Environment(
+        **{field: _integer(variables, name) for field, name in names.items()},
+        master_addr=variables["MASTER_ADDR"],
+        master_port=_integer(variables, "MASTER_PORT"),
+        restart_count=_integer(variables, "SLURM_RESTART_COUNT") if "SLURM_RESTART_COUNT" in variables else 0,
+    )

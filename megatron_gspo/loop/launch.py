@@ -1,0 +1,123 @@
+"""`megatron-gspo train`: join the ranks that torchrun or srun started, or start local workers here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from megatron_gspo.config import Recipe, effective_yaml, validate
+from megatron_gspo.loop.environment import Environment, read_environment
+
+RECIPE_NAME = "recipe.yaml"
+
+
+def main(recipe: Recipe, resume: bool) -> int:
+    """Run `recipe`; returns the exit code of the run. The effective recipe is kept in the run folder.
+
+    Raises ValueError when the run folder holds another run and `resume` is not asked for.
+    """
+    environment = read_environment()
+    validate(recipe, environment.world_size if environment else recipe.run.workers)
+    if environment is None or environment.rank == 0:
+        prepare_run_dir(recipe, resume)
+    if environment is None:
+        return _run_local_workers(recipe, resume)
+    from megatron_gspo.loop.worker import run
+
+    return run(recipe, environment, resume)
+
+
+def prepare_run_dir(recipe: Recipe, resume: bool) -> None:
+    """Create the run folder and write the effective recipe; a folder in use is refused without `resume`."""
+    folder = Path(recipe.run.dir)
+    if not resume and (folder / RECIPE_NAME).exists():
+        raise ValueError(
+            f"run.dir: {folder} already holds a run. Continue it with --resume, or choose another run.dir, "
+            f"or remove the folder."
+        )
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    (folder / RECIPE_NAME).write_text(effective_yaml(recipe))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _run_local_workers(recipe: Recipe, resume: bool) -> int:
+    folder = Path(recipe.run.dir)
+    port = _free_port()
+    command = [sys.executable, "-m", "megatron_gspo.loop.worker", str(folder / RECIPE_NAME)]
+    command += ["--resume"] if resume else []
+    workers: list[subprocess.Popen] = []
+    logs: list[Path] = []
+    for rank in range(recipe.run.workers):
+        place = Environment(
+            rank=rank, world_size=recipe.run.workers, local_rank=rank, master_addr="127.0.0.1", master_port=port
+        )
+        log = folder / "logs" / f"rank_{rank}.log"
+        logs.append(log)
+        workers.append(_start_worker(command, place, log, recipe.run.threads))
+    return _watch(workers, logs)
+
+
+def _start_worker(command: list[str], place: Environment, log: Path, threads: int) -> subprocess.Popen:
+    variables = os.environ | {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_RANK": str(place.local_rank),
+        "MASTER_ADDR": place.master_addr,
+        "MASTER_PORT": str(place.master_port),
+        "OMP_NUM_THREADS": str(threads),
+    }
+    # Rank 0 speaks to the terminal; its errors and every other rank's words go to a log. Each worker has a session of
+    # its own, so that Ctrl-C reaches the launcher alone, which forwards it once.
+    with log.open("a") as sink:
+        return subprocess.Popen(
+            command,
+            env=variables,
+            stdout=None if place.rank == 0 else sink,
+            stderr=sink,
+            start_new_session=True,
+        )
+
+
+def _watch(workers: list[subprocess.Popen], logs: list[Path]) -> int:
+    """Wait for all workers; forward signals to them; when one fails, end the others and show its last words."""
+
+    def forward(number, frame):
+        for worker in workers:
+            if worker.poll() is None:
+                worker.send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, forward)
+    try:
+        while True:
+            codes = [worker.poll() for worker in workers]
+            failed = [rank for rank, code in enumerate(codes) if code]
+            if failed:
+                rank = failed[0]
+                print(f"[train] rank {rank} failed with exit code {codes[rank]}; the end of {logs[rank]}:")
+                print("".join(logs[rank].read_text().splitlines(keepends=True)[-30:]), flush=True)
+                return codes[rank] or 1
+            if all(code == 0 for code in codes):
+                return 0
+            time.sleep(0.1)
+    finally:
+        _end(workers)
+
+
+def _end(workers: list[subprocess.Popen], patience_s: float = 10.0) -> None:
+    for worker in workers:
+        if worker.poll() is None:
+            worker.kill()
+    deadline = time.monotonic() + patience_s
+    for worker in workers:
+        worker.wait(timeout=max(0.1, deadline - time.monotonic()))

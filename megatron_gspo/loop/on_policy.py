@@ -1,0 +1,45 @@
+"""The on-policy check: before the first update of a step the policy is its own old policy, so every ratio must be 1.
+
+Ratios away from 1 there mean that scoring and updating run different numbers (kernels, packing, routing, precision, stale
+weights); training would then clip on noise.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_gspo.config import GspoConfig, ObjectiveConfig, OnRatio
+
+logger = logging.getLogger(__name__)
+
+
+class OffPolicy(RuntimeError):
+    """The ratios of the first mini-batch of a step are not 1."""
+
+
+def check_on_policy(config: ObjectiveConfig, metrics: Sequence[dict[str, Any]], control: dist.ProcessGroup) -> None:
+    """Compare the largest |log s| of a step's first mini-batch with a tenth of the smaller clip bound.
+
+    metrics: of this rank's micro-batches, empty off the last pipeline stage. Collective over all ranks of `control`;
+    all raise OffPolicy together, before any parameter has changed.
+    """
+    if not isinstance(config, GspoConfig):
+        return
+    largest = torch.tensor([max((float(m["abs_log_ratio_max"].value) for m in metrics), default=0.0)])
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=control)
+    bound = min(config.clip_low, config.clip_high) / 10
+    if largest.item() <= bound:
+        return
+    message = (
+        f"first mini-batch: |log s| reaches {largest.item():.3e} before any update, above {bound:.1e} (a tenth of the "
+        "smaller clip bound). Score and update disagree: compare precision, recomputation and routing of the two passes. "
+        "objective.on_policy_check: warn continues anyway"
+    )
+    if config.on_policy_check is OnRatio.stop:
+        raise OffPolicy(message)
+    logger.warning(message)

@@ -1,0 +1,53 @@
+"""The probe: one real sequence that trainer and rollout engine both score after every weight update."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from megatron_gspo.batch.pack import MiniBatch, Plan
+from megatron_gspo.config import Recipe
+from megatron_gspo.data import make_source, tokenize
+from megatron_gspo.loop.cut import cut_batch, gather_logp
+from megatron_gspo.loop.given import assemble
+from megatron_gspo.loop.source import GivenBatch
+from megatron_gspo.policy.layout import Layout
+from megatron_gspo.policy.step import Stepper
+
+PROBE_TOKENS = 64
+
+
+def probe_tokens(recipe: Recipe) -> Tensor:
+    """[k] int64, 2 <= k <= PROBE_TOKENS: the first prompts of the run's data, one after the other; equal on all ranks."""
+    tokenizer = AutoTokenizer.from_pretrained(recipe.policy.hf)
+    source = make_source(recipe.data, recipe.run.seed, tokenizer)
+    ids: list[int] = []
+    for prompt in source.batch(0, PROBE_TOKENS):
+        ids += tokenize(prompt.prompt, tokenizer)
+    return torch.tensor(ids[:PROBE_TOKENS])
+
+
+def score_probe(stepper: Stepper, tokens: Tensor, layout: Layout, device: torch.device) -> Tensor:
+    """[k-1] float32 on every rank: the trainer's log-probability of tokens[1:] at temperature 1. Collective.
+
+    Every DP rank scores a copy of its own, since expert parallelism spans DP; they must agree with the first.
+    """
+    per_rank = layout.pp if layout.vpp > 1 else 1
+    copies = layout.dp * per_rank
+    index, trajectories = assemble([tokens[:1]] * copies, [tokens[1:]] * copies)
+    multiple = 2 * layout.cp * layout.tp
+    plan = Plan(
+        mini_batches=(
+            MiniBatch(
+                rows=tuple(range(copies)),
+                padded_length=-(-len(tokens) // multiple) * multiple,
+                micro_batches=tuple(
+                    tuple((dp_rank * per_rank + k,) for k in range(per_rank)) for dp_rank in range(layout.dp)
+                ),
+            ),
+        )
+    )
+    cuts = cut_batch(GivenBatch(index, trajectories), plan, layout, device)
+    scored = [[logp for logp, _ in stepper.score(cut.micro_batches, temperature=1.0)] for cut in cuts]
+    return gather_logp(cuts, scored, index, layout).view(copies, -1)[0, 1:]

@@ -1,0 +1,142 @@
+"""What the sampling process does for one step: prompts, responses, rewards, a record on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, GenerationConfig
+
+from megatron_gspo.batch.record import write_record
+from megatron_gspo.config import Recipe
+from megatron_gspo.data import Prompt, make_source, tokenize
+from megatron_gspo.policy.cpu import on_gpu
+from megatron_gspo.reward import Reward
+from megatron_gspo.rollout.client import Sample, Sampling, SglangClient
+from megatron_gspo.rollout.sampler import Rollout, sample_batch
+from megatron_gspo.rollout.server import ManagedServer
+
+Progress = Callable[[int, int], None]
+
+
+def start_servers(recipe: Recipe) -> list[ManagedServer]:
+    """Start the managed server of `recipe`; it loads the checkpoint that training starts from."""
+    assert recipe.rollout is not None
+    server = ManagedServer(
+        recipe.policy.hf,
+        recipe.rollout.server,
+        log_path=Path(recipe.run.dir) / "logs" / "server_0.log",
+        on_cpu=not on_gpu(),
+        context_length=recipe.data.max_prompt_tokens + recipe.rollout.max_new_tokens,
+    )
+    server.start()
+    return [server]
+
+
+class BatchSampler:
+    """Samples the batches of a run; it holds no state between steps, so any step can be sampled after a resume."""
+
+    def __init__(self, recipe: Recipe):
+        assert recipe.rollout is not None and recipe.reward is not None
+        self._recipe = recipe
+        self._rollout = recipe.rollout
+        self._reward_config = recipe.reward
+        self._tokenizer = AutoTokenizer.from_pretrained(recipe.policy.hf)
+        self._source = make_source(recipe.data, recipe.run.seed, self._tokenizer)
+        self._reward = Reward(recipe.reward)
+        self._vocab_size = json.loads((Path(recipe.policy.hf) / "config.json").read_text())["vocab_size"]
+        self._sampling = Sampling.of(recipe.rollout, stop_token_ids(recipe.policy.hf, self._tokenizer))
+
+    def sample(
+        self, urls: Sequence[str], step: int, weight_version: int, record: Path, on_progress: Progress
+    ) -> dict[str, float]:
+        """Sample the batch of `step` from `urls` into `record`; returns what the step reports about sampling.
+
+        Raises RuntimeError when a token was sampled by other weights than `weight_version`.
+        """
+        started = time.monotonic()
+        prompts = self._source.batch(step, self._recipe.batch.prompts)
+        prompt_ids = [tokenize(prompt.prompt, self._tokenizer) for prompt in prompts]
+        rollout = asyncio.run(self._sample(urls, prompts, prompt_ids, step, on_progress))
+        _check_versions(rollout, weight_version)
+        write_record(record, rollout.index, rollout.trajectories, self._describe(prompts, rollout))
+        seconds = time.monotonic() - started
+        for failure in rollout.failures:
+            print(f"[reward] prompt {prompts[failure.prompt].id} failed:\n{failure.trace}", flush=True)
+        return {
+            "rollout/tokens_per_s": float(rollout.index.response_lens.sum()) / seconds,
+            "reward/errors": float(len(rollout.failures)),
+        }
+
+    async def _sample(
+        self,
+        urls: Sequence[str],
+        prompts: Sequence[Prompt],
+        prompt_ids: Sequence[Sequence[int]],
+        step: int,
+        on_progress: Progress,
+    ) -> Rollout:
+        async def reward(number: int, sample: Sample) -> Mapping[str, float]:
+            return await self._reward(prompts[number], self._text(sample.output_ids.tolist()))
+
+        client = SglangClient(
+            urls,
+            vocab_size=self._vocab_size,
+            max_concurrency=self._rollout.max_concurrency,
+            timeout_s=self._rollout.request_timeout_s,
+            retries=self._rollout.retries,
+        )
+        async with client:
+            return await sample_batch(
+                client,
+                prompt_ids,
+                reward,
+                self._sampling,
+                n=self._recipe.batch.samples,
+                name=f"step{step}",
+                reward_concurrency=self._reward_config.concurrency,
+                on_reward_error=self._reward_config.on_error,
+                on_progress=on_progress,
+            )
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _describe(self, prompts: Sequence[Prompt], rollout: Rollout) -> list[dict[str, Any]]:
+        """What a person wants to read of each row."""
+        bounds, index = rollout.trajectories.offsets.tolist(), rollout.index
+        rows = []
+        for row, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+            prompt = prompts[int(index.group[row])]
+            response = rollout.trajectories.tokens[start + int(index.prompt_lens[row]) : end]
+            rows.append(
+                {
+                    "prompt_id": prompt.id,
+                    "prompt": prompt.prompt,
+                    "response": self._text(response.tolist()),
+                    "reward": float(index.rewards[row]),
+                }
+            )
+        return rows
+
+
+def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
+    """Ids that end a response: the tokenizer's eos and those of generation_config.json."""
+    ids = {tokenizer.eos_token_id} - {None}
+    if (Path(model_path) / "generation_config.json").exists():
+        eos = GenerationConfig.from_pretrained(model_path).eos_token_id
+        ids |= set(eos if isinstance(eos, list) else [eos]) - {None}
+    return tuple(sorted(ids))
+
+
+def _check_versions(rollout: Rollout, weight_version: int) -> None:
+    sampled = rollout.trajectories.versions[rollout.trajectories.loss_mask].unique().tolist()
+    if sampled != [weight_version]:
+        raise RuntimeError(
+            f"the batch was sampled by weight versions {sampled}, expected {weight_version} alone: another trainer updates "
+            "these servers, or a weight update was lost"
+        )

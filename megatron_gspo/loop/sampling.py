@@ -1,0 +1,114 @@
+"""The sampling process: owns the SGLang servers, turns prompts into recorded batches with rewards.
+
+It runs beside trainer rank 0, which asks for one batch at a time over a pipe (small JSON-like messages); the batch itself
+goes to disk, from where each rank reads its own rows. It ends, and with it the servers, when the pipe closes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from megatron_gspo.config import Engine, Recipe
+
+
+class SamplerFailed(RuntimeError):
+    """The sampling process failed or died; the message holds its traceback."""
+
+
+class SamplerHandle:
+    """Rank 0's end of the pipe to the sampling process."""
+
+    def __init__(self, recipe: Recipe, on_progress: Callable[[int, int], None]):
+        # spawn: the process must not inherit the trainer's torch.distributed state
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_main, args=(recipe, theirs), name="sampler", daemon=False)
+        self._process.start()
+        theirs.close()
+        self._on_progress = on_progress
+        self.stats: dict[str, float] = {}
+
+    def wait_ready(self) -> list[str]:
+        """Block until the servers are healthy; returns their URLs. Raises SamplerFailed."""
+        return self._receive("ready")["urls"]
+
+    def sample(self, step: int, weight_version: int, record: Path, expired: Callable[[], bool]) -> bool:
+        """Sample the batch of `step` into `record`; False when `expired()` turns true first. Raises SamplerFailed."""
+        self._pipe.send({"sample": step, "weight_version": weight_version, "record": str(record)})
+        reply = self._receive("recorded", expired)
+        if reply:
+            self.stats = reply["stats"]
+        return bool(reply)
+
+    def close(self) -> None:
+        """End the process and its servers, and wait for both."""
+        self._pipe.close()
+        self._process.join(timeout=30)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def _receive(self, kind: str, expired: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+        while not expired():
+            if not self._pipe.poll(0.05):
+                if not self._process.is_alive() and not self._pipe.poll(0):
+                    raise SamplerFailed(f"the sampling process died with exit code {self._process.exitcode}")
+                continue
+            try:
+                message = self._pipe.recv()
+            except EOFError:
+                self._process.join(5)
+                raise SamplerFailed(f"the sampling process ended: exit code {self._process.exitcode}") from None
+            if message["kind"] == "failed":
+                raise SamplerFailed(message["traceback"])
+            if message["kind"] == "progress":
+                self._on_progress(message["done"], message["total"])
+            elif message["kind"] == kind:
+                return message
+        return {}
+
+
+def _main(recipe: Recipe, pipe: Connection) -> None:
+    # Stop signals are the trainer's to act on; this process ends when the pipe closes.
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        _serve(recipe, pipe)
+    except (EOFError, BrokenPipeError):
+        pass
+    except BaseException:
+        pipe.send({"kind": "failed", "traceback": traceback.format_exc()})
+        raise
+
+
+def _serve(recipe: Recipe, pipe: Connection) -> None:
+    from contextlib import ExitStack
+
+    from megatron_gspo.loop.rollout_batch import BatchSampler, start_servers
+
+    assert recipe.rollout is not None
+    with ExitStack() as stack:
+        servers = start_servers(recipe) if recipe.rollout.engine is Engine.managed else []
+        for server in servers:
+            stack.callback(server.stop)
+        sampler = BatchSampler(recipe)
+        for server in servers:
+            server.wait_healthy(watch=pipe)
+        urls = [server.url for server in servers] or list(recipe.rollout.urls)
+        pipe.send({"kind": "ready", "urls": urls})
+        while True:
+            request = pipe.recv()
+            stats = sampler.sample(
+                urls,
+                request["sample"],
+                request["weight_version"],
+                Path(request["record"]),
+                lambda done, total: pipe.send({"kind": "progress", "done": done, "total": total}),
+            )
+            pipe.send({"kind": "recorded", "stats": stats})

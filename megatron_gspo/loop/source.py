@@ -1,0 +1,102 @@
+"""Where a step's batch comes from: sampled now, replayed from records, or responses that the data gives (sft)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_gspo.batch.record import read_index, read_rows
+from megatron_gspo.batch.trajectory import Trajectories, TrajectoryIndex
+from megatron_gspo.config import Recipe
+from megatron_gspo.loop.given import given_batch
+from megatron_gspo.loop.sampling import SamplerHandle
+
+
+class Batch(Protocol):
+    """One step's trajectories: the index that every rank knows, and the rows that this rank trains."""
+
+    index: TrajectoryIndex
+    record: Path | None
+
+    def rows(self, rows: Sequence[int]) -> Trajectories:
+        """Token-level data of `rows`."""
+
+
+class RecordedBatch:
+    """A batch on disk; a rank reads only its own rows."""
+
+    def __init__(self, record: Path):
+        self.record: Path | None = record
+        self.index = read_index(record)
+
+    def rows(self, rows: Sequence[int]) -> Trajectories:
+        assert self.record is not None
+        return read_rows(self.record, rows)
+
+
+class GivenBatch:
+    """A batch of given responses, made by each rank from the same data."""
+
+    record: Path | None = None
+
+    def __init__(self, index: TrajectoryIndex, trajectories: Trajectories):
+        self.index = index
+        self._trajectories = trajectories
+
+    def rows(self, rows: Sequence[int]) -> Trajectories:
+        return self._trajectories.select(rows)
+
+
+class BatchSource(Protocol):
+    """Gives the batch of a step, or None when the run is asked to stop while waiting. Collective over all ranks."""
+
+    def fetch(self, step: int, weight_version: int) -> Batch | None: ...
+
+
+def record_path(directory: Path, step: int) -> Path:
+    """Folder of the record of `step`."""
+    return directory / f"step_{step:06d}"
+
+
+class SampledBatches:
+    """Batches from the sampling process; rank 0 speaks to it, every rank reads the record."""
+
+    def __init__(self, sampler: SamplerHandle | None, directory: Path, group: dist.ProcessGroup, expired: Callable):
+        self._sampler = sampler
+        self._directory = directory
+        self._group = group
+        self._expired = expired
+
+    def fetch(self, step: int, weight_version: int) -> Batch | None:
+        path = record_path(self._directory, step)
+        done = True
+        if self._sampler is not None:
+            done = self._sampler.sample(step, weight_version, path, self._expired)
+        flag = torch.tensor([int(done)])
+        dist.broadcast(flag, 0, group=self._group)
+        return RecordedBatch(path) if flag.item() else None
+
+
+class ReplayedBatches:
+    """Batches recorded by an earlier run."""
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+
+    def fetch(self, step: int, weight_version: int) -> Batch | None:
+        return RecordedBatch(record_path(self._directory, step))
+
+
+class GivenBatches:
+    """Supervised batches: prompts with the responses that the data gives."""
+
+    def __init__(self, recipe: Recipe):
+        self._recipe = recipe
+        self._make = given_batch(recipe)
+
+    def fetch(self, step: int, weight_version: int) -> Batch | None:
+        return GivenBatch(*self._make(step))

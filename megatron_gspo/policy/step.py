@@ -1,0 +1,139 @@
+"""Score and update: one pass of micro-batches through Megatron's own pipeline schedule, and one optimizer step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_gspo.batch.shard import MicroBatch
+from megatron_gspo.policy.layout import Layout
+from megatron_gspo.policy.logprob import LogprobContext, logprob_output_processor
+from megatron_gspo.policy.model import Model, stage_padding_mask
+
+# (micro-batch, its number, logp [t] fp32 with graph, entropy [t] fp32) -> (this rank's share of the loss, metrics)
+LossFn = Callable[[MicroBatch, int, Tensor, Tensor], tuple[Tensor, dict[str, Any]]]
+
+
+class NonFiniteGradient(RuntimeError):
+    """The gradient norm of a mini-batch is nan or inf; no parameter was changed."""
+
+
+class Stepper:
+    """Runs the wrapped model chunks of one rank; every method is a collective over all trainer ranks."""
+
+    def __init__(self, model: Model, chunks: Sequence[torch.nn.Module], layout: Layout, temperature: float):
+        self.model = model
+        self.chunks = list(chunks)
+        self.layout = layout
+        self.temperature = temperature
+
+    @torch.no_grad()
+    def score(
+        self, micro_batches: Sequence[MicroBatch], temperature: float | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """(logp [t], entropy [t]) in fp32 of each micro-batch's labels; an empty list off the last pipeline stage.
+
+        Uses the chunks in the mode and layout of the update, so that the ratios of an unchanged policy are 1.
+        `temperature` stands in for the stepper's own.
+        """
+
+        def keep(micro_batch: MicroBatch, number: int, output: Tensor):
+            return output.new_zeros(()), _no_tokens(output), (output[0], output[1])
+
+        return self._run(micro_batches, keep, temperature or self.temperature, forward_only=True)
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], loss_fn: LossFn, num_tokens: int) -> list[dict]:
+        """Accumulate the gradient of `loss_fn` over one mini-batch; returns its metrics on the last stage, [] elsewhere.
+
+        The losses must already be divided by their global denominators: Megatron then sums gradients over DP x CP and
+        divides by the token count that the loss function returns, which is 0 (clamped to 1) for that reason.
+        `num_tokens` (all non-padding tokens of the mini-batch, over all ranks) scales the router's own losses.
+        """
+
+        def loss(micro_batch: MicroBatch, number: int, output: Tensor):
+            value, metrics = loss_fn(micro_batch, number, output[0], output[1])
+            return value, _no_tokens(output), metrics
+
+        router_scale = torch.tensor(1.0 / max(num_tokens, 1))
+        self.model.config.moe_grad_scale_func = lambda: router_scale
+        self.model.config.mtp_grad_scale_func = lambda: router_scale
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        return self._run(micro_batches, loss, self.temperature, forward_only=False)
+
+    def _run(
+        self, micro_batches: Sequence[MicroBatch], loss: Callable, temperature: float, *, forward_only: bool
+    ) -> list:
+        iterators = [iter(enumerate(micro_batches)) for _ in self.chunks]
+        return get_forward_backward_func()(
+            forward_step_func=partial(self._forward_step, loss, temperature),
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=len(micro_batches),
+            seq_length=micro_batches[0].tokens.shape[1] * self.layout.cp,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _forward_step(self, loss: Callable, temperature: float, iterator: Iterator, chunk: torch.nn.Module):
+        number, micro_batch = next(iterator)
+        output = chunk(
+            micro_batch.tokens,
+            micro_batch.position_ids,
+            None,
+            packed_seq_params=_packed_seq_params(micro_batch),
+            padding_mask=stage_padding_mask(chunk, micro_batch.padding_mask, self.layout),
+            output_processor=logprob_output_processor,
+            output_processor_context=LogprobContext(
+                labels=micro_batch.labels,
+                temperature=temperature,
+                vocab_size=self.model.vocab_size,
+                tp_group=self.layout.pgs.tp,
+            ),
+        )
+        return output, partial(loss, micro_batch, number)
+
+
+def apply_gradients(optimizer, scheduler, *, skip_non_finite: bool) -> tuple[float, float, bool]:
+    """One optimizer and scheduler step; returns (gradient norm before clipping, learning rate used, applied).
+
+    A non-finite gradient norm (it is the same number on all ranks) leaves every parameter and optimizer state as it is:
+    it raises NonFiniteGradient, or is skipped and reported when `skip_non_finite`.
+    """
+    lr = optimizer.param_groups[0]["lr"]
+    optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    if not math.isfinite(norm):
+        if skip_non_finite:
+            return norm, lr, False
+        raise NonFiniteGradient(
+            f"gradient norm is {norm}; no parameter was changed. The batch is in the run folder under rollouts/; "
+            "set run.on_non_finite: skip to drop such steps"
+        )
+    applied, norm, _ = optimizer.step()
+    scheduler.step(increment=1)
+    return float(norm), lr, bool(applied)
+
+
+def _no_tokens(like: Tensor) -> Tensor:
+    return torch.zeros((), dtype=torch.int, device=like.device)
+
+
+def _packed_seq_params(micro_batch: MicroBatch) -> PackedSeqParams:
+    bounds = micro_batch.cu_seqlens
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        cu_seqlens_q_padded=bounds,
+        cu_seqlens_kv_padded=bounds,
+        max_seqlen_q=micro_batch.max_seqlen,
+        max_seqlen_kv=micro_batch.max_seqlen,
+    )

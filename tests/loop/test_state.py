@@ -1,0 +1,71 @@
+"""Checkpoints are whole or not there, whatever interrupts them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_gspo.loop.state import RunState, is_saved, load_newest, save_checkpoint, whole_checkpoints
+from tests.ranks import run_ranks
+
+
+def _write(directory: Path) -> None:
+    (directory / f"rank_{dist.get_rank()}").write_text("policy")
+
+
+def _save(run_dir: Path, state: RunState, *, write=_write, old_logp=None, keep: int = 0) -> None:
+    save_checkpoint(run_dir, state, write, old_logp, keep=keep, group=dist.group.WORLD)
+
+
+def _at(step: int, mini_batch: int = 0) -> RunState:
+    return RunState(step=step, weight_version=step, mini_batch=mini_batch, record="r" if mini_batch else None)
+
+
+def test_a_checkpoint_returns_what_was_saved(tmp_path):
+    old_logp = torch.tensor([-0.5, 0.0, -2.25])
+    state = _at(7, mini_batch=1)
+    run_ranks(2, lambda: _save(tmp_path, state, old_logp=old_logp))
+    assert is_saved(tmp_path, state)
+    loaded, loaded_logp = load_newest(tmp_path, lambda directory: None)
+    assert loaded == state
+    assert loaded_logp is not None and torch.equal(loaded_logp, old_logp)
+
+
+def test_the_newest_in_training_order_is_loaded(tmp_path):
+    def save_three() -> None:
+        for state in (_at(9), _at(10), _at(10, mini_batch=2)):
+            _save(tmp_path, state)
+
+    run_ranks(1, save_three)
+    assert load_newest(tmp_path, lambda directory: None)[0] == _at(10, mini_batch=2)
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    def save_five() -> None:
+        for step in range(5):
+            _save(tmp_path, _at(step), keep=2)
+
+    run_ranks(2, save_five)
+    assert [path.name for path in whole_checkpoints(tmp_path)] == ["step_000003_000", "step_000004_000"]
+
+
+def test_a_failure_while_writing_leaves_the_older_checkpoint(tmp_path):
+    run_ranks(1, lambda: _save(tmp_path, _at(1), keep=1))
+
+    def fail(directory: Path) -> None:
+        _write(directory)
+        raise OSError("No space left on device")
+
+    with pytest.raises(AssertionError, match="No space left"):
+        run_ranks(1, lambda: _save(tmp_path, _at(2), write=fail, keep=1))
+    assert load_newest(tmp_path, lambda directory: None)[0] == _at(1)
+    run_ranks(1, lambda: _save(tmp_path, _at(2), keep=1))
+    assert load_newest(tmp_path, lambda directory: None)[0] == _at(2)
+
+
+def test_resuming_without_a_checkpoint_says_so(tmp_path):
+    with pytest.raises(ValueError, match=r"--resume: .*checkpoints holds no whole checkpoint"):
+        load_newest(tmp_path, lambda directory: None)
