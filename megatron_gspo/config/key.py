@@ -10,7 +10,7 @@ from omegaconf import MISSING
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Interval that a number must lie in; an end that is None is open to infinity (which is not itself admitted)."""
+    """Interval that a number must lie in; an end that is None is open."""
 
     gt: float | None = None
     ge: float | None = None
@@ -18,7 +18,6 @@ class Bounds:
     le: float | None = None
 
     def admits(self, value: float) -> bool:
-        """NaN is admitted by no interval that has an end."""
         return (
             (self.gt is None or value > self.gt)
             and (self.ge is None or value >= self.ge)

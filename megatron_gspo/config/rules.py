@@ -35,7 +35,9 @@ def samples(recipe: Recipe) -> Iterator[Problem]:
 
 
 def group_size(recipe: Recipe) -> Iterator[Problem]:
-    if recipe.advantage and recipe.advantage.estimator is Estimator.group and recipe.batch.samples < 2:
+    if recipe.advantage is None or "advantage" not in recipe.objective.sections:
+        return
+    if recipe.advantage.estimator is Estimator.group and recipe.batch.samples < 2:
         reason = "group-relative advantages compare the responses to one prompt and need at least 2"
         yield _refuse(recipe, "batch.samples", reason)
 

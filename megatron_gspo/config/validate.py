@@ -26,7 +26,7 @@ def _bounds(recipe: Recipe) -> Iterator[Problem]:
     for path, key, value in leaves(recipe):
         if not isinstance(value, int | float) or isinstance(value, bool):
             continue
-        if not key.bounds.admits(value) or not math.isfinite(value):
-            yield Problem(
-                key=path, value=value, reason=f"must be {key.bounds}" if str(key.bounds) else "must be finite"
-            )
+        if not math.isfinite(value):
+            yield Problem(key=path, value=value, reason="must be finite")
+        elif not key.bounds.admits(value):
+            yield Problem(key=path, value=value, reason=f"must be {key.bounds}")

@@ -1,0 +1,309 @@
+"""Contradictions: each is refused with its key, its line and what would be valid."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_gspo.config import RecipeError, load_recipe, validate
+from tests.config.recipes import GSPO, SFT, edit, refusal, write
+
+GSPO_CONTRADICTIONS = [
+    # Bounds of single numbers
+    ("prompts: 32", "prompts: 0", "r.yaml:12: batch.prompts = 0: must be >= 1"),
+    ("lr: 3e-4", "lr: 0", "r.yaml:7: policy.optimizer.lr = 0.0: must be > 0"),
+    ("lr: 3e-4", "lr: .nan", "r.yaml:7: policy.optimizer.lr = nan: must be finite"),
+    ("lr: 3e-4", "lr: .inf", "r.yaml:7: policy.optimizer.lr = inf: must be finite"),
+    (
+        "max_new_tokens: 16",
+        "max_new_tokens: 16\n  temperature: 0",
+        "r.yaml:20: rollout.temperature = 0.0: must be > 0",
+    ),
+    (
+        "max_new_tokens: 16",
+        "max_new_tokens: 16\n  top_p: 1.1",
+        "r.yaml:20: rollout.top_p = 1.1: must be > 0 and <= 1",
+    ),
+    (
+        "max_new_tokens: 16",
+        "max_new_tokens: 16\n  top_k: 0",
+        "r.yaml:20: rollout.top_k = 0: must be -1 (off) or at least 1",
+    ),
+    ("name: gspo", "name: gspo\n  clip_low: 1", "r.yaml:10: objective.clip_low = 1.0: must be > 0 and < 1"),
+    # Sections that the objective needs
+    ("advantage: {}\n", "", "r.yaml: advantage: required by the objective 'gspo', but not set; add `advantage: {}`"),
+    (
+        "rollout:\n  max_new_tokens: 16\n",
+        "",
+        "r.yaml: rollout: required by the objective 'gspo', but not set; set rollout.max_new_tokens",
+    ),
+    (
+        "reward:\n  name: sort_digits\n",
+        "",
+        "r.yaml: reward: required by the objective 'gspo', but not set; set reward.name",
+    ),
+    # The batch and its cuts
+    (
+        "samples: 16",
+        "samples: 1",
+        "r.yaml:13: batch.samples = 1: group-relative advantages compare the responses to one prompt "
+        "and need at least 2",
+    ),
+    (
+        "  samples: 16\n",
+        "",
+        "r.yaml:11: batch.samples = 1 (default): group-relative advantages compare the responses to one prompt "
+        "and need at least 2",
+    ),
+    (
+        "mini_batches: 2",
+        "mini_batches: 3",
+        "r.yaml:14: batch.mini_batches = 3: does not divide batch.prompts = 32; valid: 1, 2, 4, 8, 16, 32",
+    ),
+    (
+        "max_new_tokens: 16",
+        "max_new_tokens: 9001",
+        "r.yaml:11: batch.max_tokens = 8192 (default): too small for the longest sequence: data.max_prompt_tokens + "
+        "rollout.max_new_tokens = 64 + 9001, padded to 9066; raise it to 9066, or lower one of the two",
+    ),
+    # Pipelines
+    (
+        "  hf: no/such/model",
+        "  hf: x\n  layout: {vpp: 2}",
+        "r.yaml:6: policy.layout.vpp = 2: virtual stages need a pipeline; set policy.layout.pp > 1, or vpp: 1",
+    ),
+    (
+        "  hf: no/such/model",
+        "  hf: x\n  layout: {pipeline_layout: Et|tL}",
+        "r.yaml:6: policy.layout.pipeline_layout = 'Et|tL': has no effect: policy.layout.pp is 1, so that there is one "
+        "stage; remove it (default null)",
+    ),
+    # The learning-rate schedule
+    (
+        "lr: 3e-4",
+        "lr: 3e-4\n    decay_steps: 5",
+        "r.yaml:8: policy.optimizer.decay_steps = 5: has no effect: policy.optimizer.schedule is constant and never "
+        "decays; remove it (default null)",
+    ),
+    (
+        "lr: 3e-4",
+        "lr: 3e-4\n    min_lr: 1e-5",
+        "r.yaml:8: policy.optimizer.min_lr = 1e-05: has no effect: policy.optimizer.schedule is constant and never "
+        "decays; remove it (default 0.0)",
+    ),
+    (
+        "lr: 3e-4",
+        "lr: 3e-4\n    schedule: linear\n    min_lr: 1",
+        "r.yaml:9: policy.optimizer.min_lr = 1.0: above the peak policy.optimizer.lr = 0.0003",
+    ),
+    (
+        "lr: 3e-4",
+        "lr: 3e-4\n    warmup_steps: 20",
+        "r.yaml:8: policy.optimizer.warmup_steps = 20: must be below run.steps x batch.mini_batches = 20 "
+        "optimizer steps",
+    ),
+    (
+        "lr: 3e-4",
+        "lr: 3e-4\n    schedule: cosine\n    warmup_steps: 6\n    decay_steps: 5",
+        "r.yaml:9: policy.optimizer.warmup_steps = 6: must be below policy.optimizer.decay_steps = 5 optimizer steps",
+    ),
+    # Engine and weight updates
+    (
+        "max_new_tokens: 16",
+        "max_new_tokens: 16\n  engine: external",
+        "r.yaml:18: rollout.urls = [] (default): rollout.engine is external and no server is named; list the servers, "
+        "e.g. ['http://node7:30000'], or set rollout.engine: managed",
+    ),
+    (
+        "max_new_tokens: 16",
+        "max_new_tokens: 16\n  urls: ['http://a:1']",
+        "r.yaml:20: rollout.urls = ['http://a:1']: has no effect: rollout.engine is managed; remove it (default []), "
+        "or set rollout.engine: external",
+    ),
+    (
+        "max_new_tokens: 16",
+        "max_new_tokens: 16\n  engine: external\n  urls: ['http://a:1']\n  server:\n    tp: 2",
+        "r.yaml:23: rollout.server.tp = 2: has no effect: rollout.engine is external; remove it (default 1)",
+    ),
+    (
+        "max_new_tokens: 16",
+        "max_new_tokens: 16\n  sync: {transport: disk, bucket_mb: 64}",
+        "r.yaml:20: rollout.sync.bucket_mb = 64: has no effect: rollout.sync.transport is disk; "
+        "remove it (default 512)",
+    ),
+    # Rewards and data
+    (
+        "reward:\n  name: sort_digits",
+        "reward:\n  name: 'mine:'",
+        "r.yaml:21: reward.name = 'mine:': a function of your own is 'module:function'",
+    ),
+    (
+        "source: sort_digits",
+        "source: jsonl",
+        "r.yaml:15: data.path = null (default): data.source 'jsonl' needs a file",
+    ),
+    (
+        "source: sort_digits",
+        "source: parquet\n  path: x\n  args: {n: 1}",
+        "r.yaml:18: data.args = {'n': 1}: has no effect: data.source is 'parquet', not a task generator; "
+        "remove it (default {})",
+    ),
+    (
+        "source: sort_digits",
+        "source: sort_digits\n  path: x",
+        "r.yaml:17: data.path = 'x': has no effect: data.source is the task generator 'sort_digits', not a file; "
+        "remove it (default null), or set data.source: jsonl | parquet",
+    ),
+    (
+        "source: sort_digits",
+        "source: sort_digits\n  shuffle: false",
+        "r.yaml:17: data.shuffle = false: has no effect: data.source is the task generator 'sort_digits', not a file; "
+        "remove it (default true), or set data.source: jsonl | parquet",
+    ),
+    (
+        "source: sort_digits",
+        "source: jsonl\n  path: x\n  response_key: y",
+        "r.yaml:18: data.response_key = 'y': has no effect: the objective 'gspo' samples its responses; "
+        "remove it (default 'response')",
+    ),
+]
+
+SFT_CONTRADICTIONS = [
+    (
+        "batch:\n",
+        "rollout: {max_new_tokens: 3}\nbatch:\n",
+        "r.yaml:10: rollout: the objective 'sft' does not use this section; remove it, or set rollout: null",
+    ),
+    (
+        "batch:\n",
+        "reward: {name: x}\nbatch:\n",
+        "r.yaml:10: reward: the objective 'sft' does not use this section; remove it, or set reward: null",
+    ),
+    (
+        "batch:\n",
+        "advantage: {}\nbatch:\n",
+        "r.yaml:10: advantage: the objective 'sft' does not use this section; remove it, or set advantage: null",
+    ),
+    (
+        "prompts: 32",
+        "prompts: 32\n  samples: 2",
+        "r.yaml:12: batch.samples = 2: has no effect: the objective 'sft' reads its responses; remove it (default 1)",
+    ),
+    (
+        "source: jsonl\n  path: answers.jsonl",
+        "source: sort_digits\n  response_key: y",
+        "r.yaml:14: data.response_key = 'y': has no effect: data.source is the task generator 'sort_digits', not a "
+        "file; remove it (default 'response')",
+    ),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "message"), GSPO_CONTRADICTIONS)
+def test_gspo_contradiction(tmp_path, old, new, message):
+    assert refusal(write(tmp_path, edit(GSPO, (old, new)))) == message
+
+
+@pytest.mark.parametrize(("old", "new", "message"), SFT_CONTRADICTIONS)
+def test_sft_contradiction(tmp_path, old, new, message):
+    assert refusal(write(tmp_path, edit(SFT, (old, new)))) == message
+
+
+def test_recorded_rollouts_need_no_server(tmp_path):
+    recipe = load_recipe(write(tmp_path, GSPO), ["rollout.engine=external", "rollout.replay=runs/y/rollouts"])
+    assert recipe.rollout.urls == []
+
+
+def test_longest_sequence_is_padded_to_the_layout(tmp_path):
+    # 64 + 16 = 80 tokens; 2 x cp x tp = 24 makes 96 of them.
+    path = write(tmp_path, GSPO)
+    layout = ["policy.layout.tp=3", "policy.layout.cp=4"]
+    load_recipe(path, [*layout, "batch.max_tokens=96"])
+    assert "padded to 96" in refusal(path, *layout, "batch.max_tokens=95")
+
+
+def world_refusal(path, world_size: int, *overrides: str) -> list[str]:
+    with pytest.raises(RecipeError) as info:
+        validate(load_recipe(path, overrides), world_size)
+    return str(info.value).replace(f"{path.parent}/", "").splitlines()
+
+
+def test_layout_must_tile_the_world(tmp_path):
+    path = write(tmp_path, edit(GSPO, ("  optimizer:", "  layout:\n    tp: 2\n    pp: 3\n  optimizer:")))
+    assert world_refusal(path, 8) == [
+        "r.yaml:6: policy.layout: tp x pp x cp = 2 x 3 x 1 = 6 does not divide the world of 8 ranks; "
+        "valid: multiples of 6 (run.workers, where `train` itself starts the ranks)",
+        "r.yaml:6: policy.layout: ep x etp x pp = 1 x 1 x 3 = 3 does not divide the world of 8 ranks; "
+        "valid: multiples of 6 (run.workers, where `train` itself starts the ranks)",
+    ]
+    validate(load_recipe(path), 12)
+
+
+def test_expert_layout_must_tile_the_world(tmp_path):
+    # The dense layout fits 4 ranks, the expert layout needs a multiple of 3.
+    overrides = ["policy.layout.tp=2", "policy.layout.ep=3"]
+    assert world_refusal(write(tmp_path, GSPO), 4, *overrides) == [
+        "command line: policy.layout: ep x etp x pp = 3 x 1 x 1 = 3 does not divide the world of 4 ranks; "
+        "valid: multiples of 6 (run.workers, where `train` itself starts the ranks)",
+    ]
+
+
+DENSE = {"num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 96}
+MOE = {**DENSE, "num_experts": 8, "moe_intermediate_size": 48}
+
+
+def model_recipe(tmp_path, model: dict) -> list[str]:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(model))
+    return [f"policy.hf={tmp_path}/hf"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("tp: 3", "policy.layout.tp = 3: does not divide the model's num_attention_heads = 8; valid: 1, 2, 4, 8"),
+        ("ep: 3", "policy.layout.ep = 3: does not divide the model's number of experts = 8; valid: 1, 2, 4, 8"),
+        (
+            "etp: 5",
+            "policy.layout.etp = 5: does not divide the model's moe_intermediate_size = 48; "
+            "valid: 1, 2, 3, 4, 6, 8, 12, 16, 24, 48",
+        ),
+        (
+            "{pp: 2, vpp: 2}",
+            "policy.layout.pp = 2: pp x vpp = 2 x 2 does not divide the model's num_hidden_layers = 6; "
+            "valid: 1, 2, 3, 6; or cut unevenly with policy.layout.pipeline_layout",
+        ),
+    ],
+)
+def test_layout_must_fit_the_moe_model(tmp_path, layout, message):
+    path = write(tmp_path, edit(GSPO, ("  optimizer:", f"  layout:\n    {layout}\n  optimizer:")))
+    assert refusal(path, *model_recipe(tmp_path, MOE)) == f"r.yaml:7: {message}"
+
+
+def test_layout_must_fit_the_dense_model(tmp_path):
+    path, model = write(tmp_path, GSPO), model_recipe(tmp_path, {**DENSE, "intermediate_size": 94})
+    assert refusal(path, *model, "policy.layout.ep=2", "policy.layout.etp=2", "policy.layout.tp=4").splitlines() == [
+        "command line: policy.layout.ep = 2: the model is dense: it has no experts; valid: 1",
+        "command line: policy.layout.etp = 2: the model is dense: it has no experts; valid: 1",
+        "command line: policy.layout.tp = 4: does not divide the model's intermediate_size = 94; valid: 1, 2, 47, 94",
+    ]
+
+
+def test_key_value_heads_are_cut_or_replicated_evenly(tmp_path):
+    path, model = write(tmp_path, GSPO), model_recipe(tmp_path, {**MOE, "num_attention_heads": 12})
+    load_recipe(path, [*model, "policy.layout.tp=4"])  # 2 groups on 4 ranks: each is held twice
+    assert refusal(path, *model, "policy.layout.tp=3") == (
+        "command line: policy.layout.tp = 3: neither divides nor is a multiple of the model's "
+        "num_key_value_heads = 2; valid: 1, 2"
+    )
+
+
+def test_uneven_pipeline_is_left_to_its_layout(tmp_path):
+    overrides = ["policy.layout.pp=4", "policy.layout.pipeline_layout='Et|tt|tt|tL'"]
+    load_recipe(write(tmp_path, GSPO), [*model_recipe(tmp_path, MOE), *overrides])
+
+
+def test_broken_model_config_is_named(tmp_path):
+    path, model = write(tmp_path, GSPO), model_recipe(tmp_path, MOE)
+    (tmp_path / "hf" / "config.json").write_text("{")
+    assert refusal(path, *model).startswith("command line: policy.hf = 'hf': hf/config.json is not JSON: ")
