@@ -1,0 +1,6 @@
+"""What a response is worth: verifiable rewards of ours, and a user's own by `module:function`."""
+
+from megatron_gspo.reward.registry import register_reward
+from megatron_gspo.reward.reward import Reward
+
+__all__ = ["Reward", "register_reward"]
