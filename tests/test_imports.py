@@ -72,7 +72,11 @@ def test_imports_run_one_way():
 
 def test_modules_form_no_circle():
     trees = modules()
-    graph = {module: set(imports(tree, inside_functions=True)) & trees.keys() for module, tree in trees.items()}
+    graph = {
+        # A package's __init__ imports its modules from itself, which is no circle.
+        module: (set(imports(tree, inside_functions=True)) & trees.keys()) - {module}
+        for module, tree in trees.items()
+    }
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
