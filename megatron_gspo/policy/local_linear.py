@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -46,7 +45,6 @@ class _LocalGroupedLinear(torch.nn.Module):
         etp = pg_collection.expt_tp.size()
         shape = [output_size, input_size]
         shape[self.partition_dim] //= etp
-        _check_stride(shape, config.params_dtype)
         own_groups = (
             config.expert_model_parallel_size > 1
             or config.expert_tensor_parallel_size != config.tensor_model_parallel_size
@@ -62,9 +60,8 @@ class _LocalGroupedLinear(torch.nn.Module):
 
     def forward(self, x: Tensor, tokens_per_expert: list[int]) -> tuple[Tensor, None]:
         """x [n, in], n = sum(tokens_per_expert) -> [n, out]. An expert without tokens gets a gradient of zeros."""
-        weights = torch.stack([self.get_parameter(f"weight{i}") for i in range(self.num_gemms)])
-        ends = torch.tensor(tokens_per_expert).cumsum(0, dtype=torch.int32)
-        return F.grouped_mm(x, weights.transpose(1, 2), offs=ends), None
+        weights = [self.get_parameter(f"weight{i}") for i in range(self.num_gemms)]
+        return _GroupedLinear.apply(x, tokens_per_expert, *weights), None
 
     def backward_dw(self) -> None:
         """Weight gradients are not deferred: nothing is left to do."""
@@ -109,11 +106,24 @@ class LocalRowGroupedLinear(_LocalGroupedLinear):
     partition_dim = 1
 
 
-def _check_stride(shape: list[int], dtype: torch.dtype) -> None:
-    # grouped_mm's own error ("strides should be multiple of 16 bytes") comes at the first step and names nothing.
-    for size in shape:
-        if size * dtype.itemsize % 16:
-            raise ValueError(
-                f"an expert's local weight is {shape} in {dtype}: torch's grouped_mm needs rows of a multiple of 16 "
-                f"bytes; choose hidden_size and moe_intermediate_size / etp (policy.layout.etp) accordingly"
-            )
+class _GroupedLinear(torch.autograd.Function):
+    """One product per run of rows, written in place: no concatenation, and no limit on strides as F.grouped_mm has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: list[int], *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *weights)
+        ctx.rows = rows
+        out = x.new_empty(len(x), len(weights[0]))
+        for target, source, weight in zip(out.split(rows), x.split(rows), weights, strict=True):
+            torch.mm(source, weight.t(), out=target)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_out,) = grads
+        x, *weights = ctx.saved_tensors
+        grad_x = torch.empty_like(x)
+        for target, source, weight in zip(grad_x.split(ctx.rows), grad_out.split(ctx.rows), weights, strict=True):
+            torch.mm(source, weight, out=target)
+        runs = zip(grad_out.split(ctx.rows), x.split(ctx.rows), strict=True)
+        return grad_x, None, *[grad.t() @ tokens for grad, tokens in runs]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,15 @@ from torch import Tensor
 
 from megatron_gspo.batch.shard import MicroBatch, shard
 from megatron_gspo.batch.trajectory import Trajectories
-from megatron_gspo.config.schema import Dtype, LayoutConfig, OptimizerSection, PolicyConfig
+from megatron_gspo.config.schema import (
+    BatchConfig,
+    Dtype,
+    LayoutConfig,
+    OptimizerSection,
+    PolicyConfig,
+    Recipe,
+    RunConfig,
+)
 from megatron_gspo.policy.layout import Layout
 
 VOCAB = 50  # tp 4 pads it to 52: the last rank holds two rows that stand for no token
@@ -142,3 +151,13 @@ def _local(full: Tensor, piece: ShardedTensor) -> Tensor:
 def _slices(piece: ShardedTensor) -> tuple[slice, ...]:
     shape = [1] * piece.prepend_axis_num + list(piece.local_shape)
     return tuple(slice(start, start + size) for start, size in zip(piece.global_offset, shape, strict=True))
+
+
+def recipe(*, distributed: bool) -> Recipe:
+    """A recipe around `policy()`, for what needs the optimizer's schedule."""
+    section = replace(policy().optimizer, distributed=distributed)
+    return Recipe(
+        run=RunConfig(dir="unused", steps=10),
+        policy=replace(policy(), optimizer=section),
+        batch=BatchConfig(prompts=1),
+    )
