@@ -1,7 +1,7 @@
 """What the CPU shim must get right, for Megatron would otherwise go on with wrong numbers."""
 
 import importlib.metadata
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 import torch
@@ -47,14 +47,15 @@ def _uneven():
 
 
 def test_collectives_over_uneven_pieces():
-    # Rows weigh 1, 2, 3, 4 on each of three ranks, whose gradients add up. The ranks scatter 1 + 2 + 3 = 6 times 0 .. 3.
+    # Rows weigh 1 to 4 on each of three ranks, whose gradients add up. The ranks scatter 1 + 2 + 3 = 6 times 0 to 3.
     ranks = run_ranks(3, _uneven)
     assert [gathered for gathered, _, _ in ranks] == [[0, 0, 0, 2]] * 3
     assert [grad for _, grad, _ in ranks] == [[3, 6, 9], [], [12]]
     assert [scattered for _, _, scattered in ranks] == [[0, 6, 12], [], [18]]
 
 
-def _trained(steps: int):
+def _run(folder, *, write: bool):
+    """Two steps and a checkpoint, or the checkpoint loaded into fresh ranks; then one step more."""
     recipe = tiny.recipe(distributed=True)
     layout = init_layout(recipe.policy.layout)
     model = build_model(tiny.hf_config(), recipe.policy, layout)
@@ -70,61 +71,42 @@ def _trained(steps: int):
         optimizer.step()
         scheduler.step(1)
 
-    for _ in range(steps):
-        step()
-    return SimpleNamespace(chunks=chunks, optimizer=optimizer, scheduler=scheduler, layout=layout, step=step)
-
-
-def _adam_steps(optimizer):
-    inner = [chained.optimizer for chained in optimizer.chained_optimizers]
-    return [state["step"] for adam in inner for state in adam.state.values()]
-
-
-def _resume(folder):
-    run = _trained(steps=2)
-    save_policy(folder, run.chunks, run.optimizer, run.scheduler, run.layout)
-    run.step()
-    expected = [parameter.detach().clone() for parameter in run.chunks[0].parameters()]
-
-    load_policy(folder, run.chunks, run.optimizer, run.scheduler, run.layout)
-    steps = _adam_steps(run.optimizer)
-    run.step()
-    after = [float(step) for step in _adam_steps(run.optimizer)]
-    same = all(map(torch.equal, expected, run.chunks[0].parameters()))
-    return len({step.data_ptr() for step in steps}) == len(steps), set(after), same
-
-
-def test_a_loaded_adamw_counts_its_steps_once(tmp_path):
-    # Megatron loads one `step` tensor into all parameters; AdamW then adds 1 to it per parameter: 3 steps became 96.
-    assert run_ranks(2, _resume, tmp_path) == [(True, {3.0}, True)] * 2
-
-
-def _fresh_process_resumes(folder, write: bool):
-    run = _trained(steps=2 if write else 0)
     if write:
-        save_policy(folder, run.chunks, run.optimizer, run.scheduler, run.layout)
+        step()
+        step()
+        save_policy(folder, chunks, optimizer, scheduler, layout)
     else:
-        load_policy(folder, run.chunks, run.optimizer, run.scheduler, run.layout)
-    run.step()
-    return [parameter.detach().clone() for parameter in run.chunks[0].parameters()], run.scheduler.num_steps
+        load_policy(folder, chunks, optimizer, scheduler, layout)
+    step()
+    parameters = [parameter.detach().clone() for parameter in chunks[0].parameters()]
+    return parameters, {float(count) for count in _step_tensors(optimizer)}, scheduler.num_steps
 
 
-def test_an_adamw_that_never_stepped_loads_a_checkpoint(tmp_path):
-    wrote = run_ranks(2, _fresh_process_resumes, tmp_path, True)
-    loaded = run_ranks(2, _fresh_process_resumes, tmp_path, False)
-    for (expected, expected_steps), (found, steps) in zip(wrote, loaded, strict=True):
-        assert steps == expected_steps == 3
+def _step_tensors(optimizer):
+    return [state["step"] for part in optimizer.chained_optimizers for state in part.optimizer.state.values()]
+
+
+def test_a_resumed_adamw_continues_bit_for_bit(tmp_path):
+    # Megatron loads one `step` tensor into all parameters, and AdamW adds 1 to it once per parameter: 3 became 48.
+    wrote = run_ranks(2, partial(_run, write=True), tmp_path)
+    resumed = run_ranks(2, partial(_run, write=False), tmp_path)
+    for (expected, *expected_counts), (found, *counts) in zip(wrote, resumed, strict=True):
+        assert counts == expected_counts == [{3.0}, 3]
         assert all(map(torch.equal, expected, found))
 
 
-def _save_before_any_step(folder):
-    run = _trained(steps=0)
-    save_policy(folder, run.chunks, run.optimizer, run.scheduler, run.layout)
-    return {float(step) for step in _adam_steps(run.optimizer)}
+def _state_before_any_step():
+    recipe = tiny.recipe(distributed=True)
+    layout = init_layout(recipe.policy.layout)
+    model = build_model(tiny.hf_config(), recipe.policy, layout)
+    optimizer, _ = build_optimizer(recipe, wrap(model, ddp_config(recipe.policy), layout), layout)
+    groups = optimizer.state_dict()["optimizer"]["param_groups"]
+    return {group["step"] for group in groups}, {float(count) for count in _step_tensors(optimizer)}
 
 
-def test_a_checkpoint_before_the_first_step(tmp_path):
-    assert run_ranks(2, _save_before_any_step, tmp_path) == [{0.0}] * 2
+def test_an_adamw_that_never_stepped_has_state():
+    # Without it Megatron cannot tell the step count (an assertion), nor where to load the moments to.
+    assert run_ranks(2, _state_before_any_step) == [({0.0}, {0.0})] * 2
 
 
 def _idle_experts():
