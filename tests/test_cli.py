@@ -99,7 +99,12 @@ def test_misuse_exits_with_status_2(arguments):
 )
 def test_train_hands_the_recipe_over_wherever_resume_stands(tmp_path, monkeypatch, arguments):
     calls = []
-    monkeypatch.setattr(launch, "main", lambda recipe, resume: calls.append((recipe, resume)) or 3)
+
+    def record(recipe, resume):
+        calls.append((recipe, resume))
+        return 3
+
+    monkeypatch.setattr(launch, "main", record)
     assert cli.main(["train", str(write(tmp_path, GSPO)), *arguments]) == 3
     ((recipe, resume),) = calls
     assert (recipe.run.seed, recipe.batch.prompts, resume) == (7, 64, True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -20,6 +21,7 @@ TIERS = (
 GPU_ONLY = {"transformer_engine", "apex", "sglang"}
 
 
+@cache
 def modules() -> dict[str, ast.Module]:
     """Dotted name -> syntax tree of every module of the package."""
     trees = {}

@@ -71,18 +71,16 @@ def merge(layers: Sequence[Layer]) -> Layer:
 
 def _read(path: Path) -> Layer:
     if not path.is_file():
-        raise RecipeError([Problem(key=str(path), reason="no such file")], {})
+        hint = suggest(path, sorted(str(other) for other in path.parent.glob("*.yaml")))
+        raise RecipeError([Problem(key=str(path), reason="no such file", hint=hint)], {})
     text = path.read_text(encoding="utf-8")
     try:
         config = OmegaConf.create(text)
         sources = locate(text, str(path))
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else None
-        problem = Problem(key="YAML", reason=complaint(error))
-        raise RecipeError([problem], {"": Source(str(path), line)}) from error
-    except OmegaConfBaseException as error:
-        problem = Problem(key="YAML", reason=complaint(error))
-        raise RecipeError([problem], {"": Source(str(path))}) from error
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        mark = getattr(error, "problem_mark", None)
+        source = Source(str(path), mark.line + 1 if mark else None)
+        raise RecipeError([Problem(key="YAML", reason=complaint(error))], {"": source}) from error
     if not isinstance(config, DictConfig):
         raise RecipeError([Problem(key="YAML", reason="a recipe is a mapping of sections")], sources)
     values: Any = OmegaConf.to_container(config)

@@ -60,11 +60,11 @@ def _fill(node: DictConfig, section: type, values: dict[str, Any], prefix: str) 
 def _fill_section(node: DictConfig, key: Key, values: dict[str, Any], path: str) -> Iterator[Problem]:
     section = cast(type, key.section)
     if section is ObjectiveConfig and "name" in values:
-        if values["name"] not in OBJECTIVES:
-            hint = suggest(values["name"], OBJECTIVES)
-            yield Problem(key=f"{path}.name", value=values["name"], reason="no such objective", hint=hint)
+        name = values["name"]
+        if not isinstance(name, str) or name not in OBJECTIVES:
+            yield Problem(key=f"{path}.name", value=name, reason="no such objective", hint=suggest(name, OBJECTIVES))
             return
-        section = OBJECTIVES[values["name"]]
+        section = OBJECTIVES[name]
     node[key.name] = section()
     yield from _fill(node[key.name], section, values, path)
 
@@ -83,18 +83,20 @@ def _set(node: DictConfig, key: Key, value: Any, path: str) -> Iterator[Problem]
 
 
 def _unknown(path: str, name: str, section: type, prefix: str, value: Any) -> Problem:
-    siblings = list(keys(section))
-    elsewhere = {other: owner for other, key, owner in walk() if key.name == name and key.section is None}
-    if issubclass(section, ObjectiveConfig) and path in elsewhere:
-        reason = f"the objective '{keys(section)['name'].default}' does not use this key"
-        return Problem(key=path, value=value, reason=reason, hint=f"its keys: {', '.join(siblings)}")
-    close = difflib.get_close_matches(name, siblings, n=1)
+    valid = keys(section)
+    elsewhere = [other for other, key, _ in walk() if key.name == name and key.section is None]
+    if section is ObjectiveConfig:
+        return Problem(key=path, value=value, reason="objective.name is not set, and decides which keys there are")
+    if section in OBJECTIVES.values() and path in elsewhere:
+        reason = f"the objective '{valid['name'].default}' does not use this key"
+        return Problem(key=path, value=value, reason=reason, hint=f"its keys: {', '.join(valid)}")
+    close = difflib.get_close_matches(name, valid, n=1)
     if close:
         hint = f"did you mean {join(prefix, close[0])}?"
     elif elsewhere:
         hint = f"did you mean {' or '.join(elsewhere)}?"
     else:
-        hint = f"valid: {', '.join(siblings)}"
+        hint = f"valid: {', '.join(valid)}"
     return Problem(key=path, value=value, reason="no such key", hint=hint)
 
 

@@ -62,7 +62,7 @@ def suggest(word: Any, choices: Iterable[str]) -> str:
     near = difflib.get_close_matches(str(word), choices, n=1)
     if near:
         return f"did you mean {near[0]}?"
-    return f"valid: {', '.join(choices)}" if len(choices) <= 20 else ""
+    return f"valid: {', '.join(choices)}" if 0 < len(choices) <= 20 else ""
 
 
 def divisors(number: int) -> str:

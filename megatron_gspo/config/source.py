@@ -33,18 +33,16 @@ def locate(text: str, file: str) -> dict[str, Source]:
 def _lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
     if not isinstance(node, yaml.MappingNode):
         return
+    # Keys that YAML's merge `<<` brings in come first, as the mapping's own keys win wherever they stand.
     for name, child in node.value:
-        if name.value == "<<":  # YAML's merge: its keys are keys of this mapping
-            yield from _merged(child, prefix)
-            continue
-        path = join(prefix, name.value)
-        yield path, name.start_mark.line + 1
-        yield from _lines(child, path)
-
-
-def _merged(node: yaml.Node, prefix: str) -> Iterator[tuple[str, int]]:
-    for item in node.value if isinstance(node, yaml.SequenceNode) else [node]:
-        yield from _lines(item, prefix)
+        if name.value == "<<":
+            for merged in child.value if isinstance(child, yaml.SequenceNode) else [child]:
+                yield from _lines(merged, prefix)
+    for name, child in node.value:
+        if name.value != "<<":
+            path = join(prefix, name.value)
+            yield path, name.start_mark.line + 1
+            yield from _lines(child, path)
 
 
 def join(prefix: str, name: Any) -> str:

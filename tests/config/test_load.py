@@ -86,13 +86,16 @@ def test_where_names_the_override_the_line_or_the_section_around_a_default(tmp_p
     assert recipe.where("observe.wandb") == str(path)
 
 
-def test_yaml_merge_keys_are_located_at_the_anchor(tmp_path):
-    text = edit(GSPO, ("reward:\n", "reward:\n  args: &task {n: 8}\n"), ("  max_prompt_tokens: 64\n", "")) + (
-        "  on_error: zero\n"
+def test_keys_of_a_yaml_merge_are_located_at_the_anchor_and_own_keys_at_their_line(tmp_path):
+    text = edit(
+        GSPO,
+        ("  source: sort_digits\n", "  source: sort_digits\n  args: &task {n: 8, seed: 1}\n"),
+        ("reward:\n", "reward:\n  args:\n    seed: 2\n    <<: *task\n"),
     )
-    text = edit(text, ("  source: sort_digits\n", "  source: sort_digits\n  args: {n: 3}\n  max_prompt_tokens: 64\n"))
     recipe = load_recipe(write(tmp_path, text))
-    assert recipe.where("reward.args.n") == f"{tmp_path}/r.yaml:22"
+    assert recipe.reward.args == {"n": 8, "seed": 2}
+    assert recipe.where("reward.args.n") == f"{tmp_path}/r.yaml:17"
+    assert recipe.where("reward.args.seed") == f"{tmp_path}/r.yaml:23"
 
 
 REFUSED = [
@@ -124,6 +127,13 @@ REFUSED = [
     ("hf: no/such/model", "hf: x\n  ddp: 3", "r.yaml:6: policy.ddp = 3: expected mapping of str"),
     ("name: gspo", "name: gspoo", "r.yaml:9: objective.name = 'gspoo': no such objective; did you mean gspo?"),
     ("name: gspo", "name: dpo2", "r.yaml:9: objective.name = 'dpo2': no such objective; valid: gspo, sft"),
+    ("name: gspo", "name: [gspo]", "r.yaml:9: objective.name = ['gspo']: no such objective; did you mean gspo?"),
+    (
+        "name: gspo",
+        "clip_low: 1e-3",
+        "r.yaml:9: objective.clip_low = 0.001: objective.name is not set, and decides which keys there are",
+    ),
+    ("steps: 10", "steps: \x00", "r.yaml: YAML: unacceptable character #x0000"),
     ("  steps: 10\n", "", "r.yaml:1: run.steps: required, but not set; RL steps (batches)"),
     ("objective:\n  name: gspo\n", "", "r.yaml: objective.name: required, but not set; valid: gspo, sft"),
     ("steps: 10", "steps: ${run.stepz}", "r.yaml:3: run.steps: Interpolation key 'run.stepz' not found"),
@@ -172,7 +182,8 @@ def test_override_is_refused_as_such(tmp_path, override, message):
 
 
 def test_missing_file_is_named(tmp_path):
-    assert refusal(tmp_path / "none.yaml") == "none.yaml: no such file"
+    write(tmp_path, GSPO, "demo_sort.yaml")
+    assert refusal(tmp_path / "demo_srt.yaml") == "demo_srt.yaml: no such file; did you mean demo_sort.yaml?"
 
 
 def test_a_recipe_is_a_mapping(tmp_path):
