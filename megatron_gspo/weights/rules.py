@@ -13,7 +13,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 
 Shape = tuple[int, ...]
 Region = tuple[slice, ...]  # leading dimensions; the others are whole
@@ -170,17 +169,6 @@ class QKV(Rule):
                     take = (slice(origin + start, origin + stop),)
                     yield Piece(source, take, (slice(start - first, stop - first),))
                 row += rows
-
-
-def region_shape(region: Region, shape: Shape) -> Shape:
-    """Shape of `tensor[region]` for a tensor of `shape`."""
-    lead = tuple(len(range(*part.indices(size))) for part, size in zip(region, shape, strict=False))
-    return (*lead, *shape[len(region) :])
-
-
-def covered(pieces: Iterator[Piece], local: Shape) -> bool:
-    """Whether `pieces` fill a shard of shape `local` (padded vocabulary rows are not filled)."""
-    return sum(prod(region_shape(piece.put, local)) for piece in pieces) == prod(local)
 
 
 def _share(rule: Rule, rows: int, size: int) -> int:

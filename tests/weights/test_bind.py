@@ -111,23 +111,40 @@ def test_mixed_layers_are_chosen_as_transformers_chooses_them():
     assert {int(name.split(".")[2]) for name in names if name.endswith("mlp.up_proj.weight")} == {0, 2, 3}
 
 
-def fused_norms(directory: Path) -> list[str]:
-    """Renames the norms as Transformer Engine's spec does; returns the names under which they are bound."""
+def other_spec(directory: Path) -> list[str]:
+    """Renames norms as Transformer Engine's spec does, experts as SequentialMLP; the names bound in layers 2 and 3."""
     with built(directory, LayoutConfig()) as (model, layout):
         for layer in model.chunks[0].decoder.layers:
             layer.self_attention.linear_qkv.layer_norm_weight = layer.input_layernorm.weight
-            layer.mlp.linear_fc1.layer_norm_weight = layer.pre_mlp_layernorm.weight
-            layer.input_layernorm = layer.pre_mlp_layernorm = torch.nn.Identity()
-        bound = bind(model.chunks, model.hf_config, layout.pgs).bound
-        return [b.name for b in bound if b.claim.hf[0].name.endswith("layernorm.weight") and b.claim.layer == 2]
+            layer.input_layernorm = torch.nn.Identity()
+        dense, sparse = model.chunks[0].decoder.layers[2:4]
+        dense.mlp.linear_fc1.layer_norm_weight = dense.pre_mlp_layernorm.weight
+        dense.pre_mlp_layernorm = torch.nn.Identity()
+        sparse.mlp.experts = one_by_one(sparse.mlp.experts)
+        return [b.name for b in bind(model.chunks, model.hf_config, layout.pgs).bound if b.claim.layer in (2, 3)]
 
 
-def test_transformer_engine_spelling_of_norms(tmp_path: Path):
-    write_checkpoint(tmp_path, moe=False)
-    assert sorted(run_ranks(1, fused_norms, tmp_path)[0]) == [
-        "decoder.layers.2.mlp.linear_fc1.layer_norm_weight",
-        "decoder.layers.2.self_attention.linear_qkv.layer_norm_weight",
-    ]
+def one_by_one(grouped: torch.nn.Module) -> torch.nn.Module:
+    """The grouped experts as SequentialMLP holds them: one module with two linears per expert."""
+    sequential = torch.nn.Module()
+    sequential.local_experts = torch.nn.ModuleList()
+    for number in range(EXPERTS["num_experts"]):
+        expert = torch.nn.Module()
+        for linear in ("linear_fc1", "linear_fc2"):
+            holder = torch.nn.Module()
+            holder.weight = getattr(getattr(grouped, linear), f"weight{number}")
+            expert.add_module(linear, holder)
+        sequential.local_experts.append(expert)
+    return sequential
+
+
+def test_the_spellings_of_other_layer_specs(tmp_path: Path):
+    write_checkpoint(tmp_path, moe=True, mlp_only_layers=[2])
+    names = run_ranks(1, other_spec, tmp_path)[0]
+    block = "decoder.layers.{}.self_attention.linear_qkv.layer_norm_weight"
+    assert block.format(2) in names and block.format(3) in names
+    assert "decoder.layers.2.mlp.linear_fc1.layer_norm_weight" in names
+    assert "decoder.layers.3.mlp.experts.local_experts.3.linear_fc2.weight" in names
 
 
 def biases(directory: Path) -> dict[str, list[int]]:
