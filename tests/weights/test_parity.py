@@ -24,7 +24,7 @@ from tests.ranks import run_ranks
 from tests.weights.models import built, write_checkpoint
 
 # Relative to the largest logit. fp32 matmuls over 32 to 64 terms in another order differ by some 1e-7; four layers and
-# RMS norms amplify that about tenfold. A wrong row, head or expert shows at 1e-1 and above.
+# RMS norms amplify that about tenfold (1.4e-6 at most was seen). A wrong row, head or expert shows at 1e-1.
 TOLERANCE = 1e-5
 DOCUMENTS = ((12, 20), (24, 8))  # lengths of the packed documents of each micro-batch, in tokens
 
@@ -43,7 +43,7 @@ def models(tmp_path_factory) -> dict[str, tuple[Path, PreTrainedModel]]:
         "dense_tied": dict(moe=False, tie_word_embeddings=True, vocab_size=130),
         "moe": dict(moe=True, tie_word_embeddings=False),
         "moe_tied": dict(moe=True, tie_word_embeddings=True),
-        "moe_mixed": dict(moe=True, tie_word_embeddings=False, mlp_only_layers=[1], num_hidden_layers=5),
+        "moe_mixed": dict(moe=True, mlp_only_layers=[1], num_hidden_layers=5, norm_topk_prob=False),
         "moe_sharded": dict(
             moe=True, tie_word_embeddings=False, decoder_sparse_step=2, save={"max_shard_size": "40KB"}
         ),
