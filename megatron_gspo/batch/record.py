@@ -49,7 +49,8 @@ def write_record(
     shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
     partial.mkdir(parents=True)
     try:
-        save_file({name: array.contiguous() for name, array in arrays.items()}, partial / ARRAYS)
+        # safetensors refuses arrays that share memory, as trained_lens and response_lens well may.
+        save_file({name: array.clone() for name, array in arrays.items()}, partial / ARRAYS)
         with (partial / SAMPLES).open("w", encoding="utf-8") as lines:
             lines.writelines(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
         for path in (partial / ARRAYS, partial / SAMPLES, partial):

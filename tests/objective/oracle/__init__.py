@@ -25,6 +25,7 @@ class Case:
     advantages: Tensor  # [n] float64: given in the case, else the expected ones
     clip: dict[str, float]
     expected: dict[str, Any]
+    cp_checks: dict[int, list[dict[str, Any]]]  # cp -> per row: what each CP rank owns under the zigzag split
 
     @property
     def n(self) -> int:
@@ -67,6 +68,7 @@ def _case(raw: dict[str, Any]) -> Case:
         advantages=numbers(inputs.get("advantages_in", expected["advantages"])),
         clip={"clip_low": raw["hp"]["gspo_eps_low"], "clip_high": raw["hp"]["gspo_eps_high"]},
         expected=expected,
+        cp_checks={int(cp): checks for cp, checks in raw.get("cp_checks", {}).items()},
     )
 
 

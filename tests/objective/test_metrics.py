@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_gspo.objective import merge, reduce_metrics
+from megatron_gspo.objective.metrics import (
+    Max,
+    Metric,
+    Min,
+    SequenceFlags,
+    SequenceMean,
+    SequenceValues,
+    Sum,
+    TokenMean,
+)
+from tests.ranks import run_ranks
+
+
+def f64(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def scalar(value: float) -> torch.Tensor:
+    return f64(value)[0]
+
+
+def alone(metrics: dict[str, Metric]) -> dict[str, float]:
+    return reduce_metrics(metrics, dp_cp_group=None, dp_group=None, device="cpu")
+
+
+def micro_batch(rows: list[int], values: list[float]) -> dict[str, Metric]:
+    """Each metric type over the same values, one per row; the last row is flagged."""
+    v, r = f64(*values), torch.tensor(rows, dtype=torch.int64)
+    count = scalar(len(rows))
+    return {
+        "sum": Sum(v.sum()),
+        "token_mean": TokenMean(v.sum(), count),
+        "sequence_mean": SequenceMean(v.sum(), count),
+        "max": Max.of(v),
+        "min": Min.of(v),
+        "values": SequenceValues(r, v),
+        "flags": SequenceFlags(r, torch.arange(len(rows)) == len(rows) - 1),
+    }
+
+
+def test_micro_batches_merge():
+    got = alone(merge([micro_batch([2, 0], [4, -1]), micro_batch([], []), micro_batch([5], [6])]))
+    assert got == {
+        "sum": 9,
+        "token_mean": 3,
+        "sequence_mean": 3,
+        "max": 6,
+        "min": -1,
+        "values/mean": 3,
+        "values/min": -1,
+        "values/p01": pytest.approx(-1 + 0.02 * 5),  # -1, 4, 6 at quantiles 0, 0.5, 1
+        "values/p99": pytest.approx(6 - 0.02 * 2),
+        "values/max": 6,
+        "flags": 2,
+        "flags/first_row": 0,
+    }
+
+
+def test_nothing_to_measure():
+    got = alone(micro_batch([], []))
+    assert {name: got[name] for name in ("sum", "token_mean", "sequence_mean", "flags")} == {
+        "sum": 0,
+        "token_mean": 0,
+        "sequence_mean": 0,
+        "flags": 0,
+    }
+    assert all(math.isnan(got[name]) for name in ("max", "min", "values/mean", "values/min", "values/p99"))
+    assert merge([]) == {} and alone({}) == {}
+
+
+def test_nan_is_no_value_and_infinity_is_one():
+    assert alone({"max": Max.of(f64(1, math.nan)), "min": Min.of(f64(math.nan, 1))}) == {"max": 1, "min": 1}
+    assert alone({"max": Max.of(f64(1, math.inf))}) == {"max": math.inf}
+    got = alone({"v": SequenceValues(torch.tensor([0, 1]), f64(math.nan, 3))})
+    assert got["v/mean"] == got["v/min"] == 3
+
+
+def test_a_row_given_twice_is_found_out():
+    twice = merge([micro_batch([1], [1.0]), micro_batch([1], [2.0])])
+    with pytest.raises(AssertionError, match=r"values: rows \[1\] were given twice"):
+        alone(twice)
+
+
+def test_micro_batches_must_have_the_same_metrics():
+    with pytest.raises(AssertionError, match=r"micro-batches differ in metrics: \['b'\], \['a'\]"):
+        merge([{"a": Sum(scalar(1))}, {"b": Sum(scalar(1))}])
+
+
+def _reduce_on_two_by_two() -> dict[str, float]:
+    """dp 2 x cp 2. DP rank 0 holds rows 0 and 3 with values 1 and 2, DP rank 1 row 4 with value 9.
+
+    CP ranks hold half of the token sums each, and all of the sequence metrics.
+    """
+    rank = dist.get_rank()
+    dp_rank, cp_rank = divmod(rank, 2)
+    dp_groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    metrics = micro_batch([0, 3], [1, 2]) if dp_rank == 0 else micro_batch([4], [9])
+    tokens = {"sum": Sum(metrics["sum"].total / 2), "token_mean": TokenMean(scalar(1 + rank), scalar(2))}
+    metrics = dict(reversed({**metrics, **tokens}.items())) if rank == 3 else {**metrics, **tokens}
+    return reduce_metrics(metrics, dp_cp_group=dist.group.WORLD, dp_group=dp_groups[cp_rank], device="cpu")
+
+
+def test_ranks_reduce_by_type_and_agree():
+    first, *others = run_ranks(4, _reduce_on_two_by_two)
+    assert all(other == first for other in others)
+    assert first["sum"] == 12  # (3 + 9) once, although two CP ranks gave halves
+    assert first["token_mean"] == (1 + 2 + 3 + 4) / 8
+    assert first["sequence_mean"] == 4  # (1 + 2 + 9) / 3: CP ranks do not count twice
+    assert (first["max"], first["min"]) == (9, 1)
+    assert (first["values/mean"], first["values/min"], first["values/max"]) == (4, 1, 9)
+    assert (first["flags"], first["flags/first_row"]) == (2, 3)
+
+
+def _reduce_different_metrics() -> None:
+    name = "a" if dist.get_rank() == 0 else "b"
+    reduce_metrics({name: Sum(scalar(1))}, dp_cp_group=dist.group.WORLD, dp_group=None, device="cpu")
+
+
+def test_ranks_with_different_metrics_fail_instead_of_hanging():
+    with pytest.raises(AssertionError, match="ranks hold different metrics and cannot reduce them"):
+        run_ranks(2, _reduce_different_metrics, timeout_s=20)
