@@ -1,5 +1,6 @@
 """Forward and gradient of a tiny Qwen3-MoE on every layout equal those of one rank."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -8,7 +9,8 @@ import torch
 
 from megatron_gspo.config.schema import Dtype, PolicyConfig
 from megatron_gspo.policy.layout import init_layout
-from megatron_gspo.policy.model import build_model, ddp_config, stage_padding_mask, wrap
+from megatron_gspo.policy.model import build_model, ddp_config, stage_padding_mask, sync_parameters, wrap
+from megatron_gspo.policy.optimizer import build_optimizer
 from megatron_gspo.policy.step import Stepper
 from tests.policy import tiny
 from tests.ranks import run_ranks
@@ -51,8 +53,9 @@ def _step(policy: PolicyConfig, hf: dict[str, Any]):
     return value, tiny.local_tensors(model.chunks, layout)
 
 
-def _run(size: int, tied: bool = False, **layout: Any):
-    results = run_ranks(size, _step, tiny.policy(MEGATRON, **layout), tiny.hf_config(tie_word_embeddings=tied))
+def _run(size: int, tied: bool = False, megatron: Any = None, ddp: Any = None, **layout: Any):
+    policy = replace(tiny.policy(MEGATRON | (megatron or {}), **layout), ddp=ddp or {})
+    results = run_ranks(size, _step, policy, tiny.hf_config(tie_word_embeddings=tied))
     return sum(value for value, _ in results), tiny.global_tensors([tensors for _, tensors in results])
 
 
@@ -82,6 +85,45 @@ def test_layout_changes_neither_loss_nor_gradients(name):
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}])
 def test_tied_embeddings(layout):
     _assert_same(_run(2, tied=True, **layout), _one_rank(True))
+
+
+RECOMPUTATION = {
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]},
+}
+
+
+@pytest.mark.parametrize("name", RECOMPUTATION)
+def test_recomputation_changes_nothing(name):
+    _assert_same(_run(1, megatron=RECOMPUTATION[name]), _one_rank(False))
+
+
+def test_overlapped_gradient_reduction_changes_nothing():
+    _assert_same(_run(4, ddp={"overlap_grad_reduce": True}, pp=2, vpp=2), _one_rank(False))
+
+
+def _parameters_after_a_step(overlap: bool):
+    recipe = tiny.recipe(distributed=True)
+    options = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
+    recipe = replace(recipe, policy=replace(recipe.policy, ddp=options))
+    layout = init_layout(recipe.policy.layout)
+    model = build_model(tiny.hf_config(), recipe.policy, layout)
+    tiny.fill(model.chunks, layout)
+    chunks = wrap(model, ddp_config(recipe.policy), layout)
+    optimizer, _ = build_optimizer(recipe, chunks, layout)
+    stepper = Stepper(model, chunks, layout, temperature=1.0)
+    stepper.forward_backward(tiny.micro_batches(layout), lambda batch, number, logp, _: (-logp.mean(), {}), 1)
+    optimizer.step()
+    before = [parameter.detach().clone() for parameter in model.chunks[0].parameters()]
+    sync_parameters(chunks)
+    return before, [parameter.detach().clone() for parameter in model.chunks[0].parameters()]
+
+
+def test_parameters_are_stale_under_overlap_until_synchronised():
+    (_, expected), _ = run_ranks(2, _parameters_after_a_step, False)
+    for before, after in run_ranks(2, _parameters_after_a_step, True):
+        assert not all(map(torch.equal, before, expected))
+        assert all(map(torch.equal, after, expected))
 
 
 def _parallel_sizes(policy: PolicyConfig):
