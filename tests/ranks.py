@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -37,10 +38,14 @@ def _rank_main(rank: int, size: int, rendezvous: str, timeout_s: float, pipe: Co
         result = fn(*args)
         dist.barrier()
         dist.destroy_process_group()
-        pipe.send((True, result))
+        answer = (True, result)
+        code = 0
     except BaseException:
-        pipe.send((False, traceback.format_exc()))
-        os._exit(1)
+        answer, code = (False, traceback.format_exc()), 1
+    # As bytes: torch would send a tensor as a handle that is gone with this process.
+    pipe.send_bytes(pickle.dumps(answer))
+    if code:
+        os._exit(code)
 
 
 def run_ranks(size: int, fn: Callable, *args: Any, timeout_s: float = 120.0) -> list[Any]:
@@ -54,20 +59,19 @@ def run_ranks(size: int, fn: Callable, *args: Any, timeout_s: float = 120.0) -> 
         pipes, processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank_main, args=(rank, size, rendezvous, timeout_s, theirs, fn, args), daemon=True
-            )
+            process = context.Process(target=_rank_main, args=(rank, size, rendezvous, timeout_s, theirs, fn, args))
             process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)
         try:
-            return _collect(pipes, timeout_s)
+            results = _collect(pipes, timeout_s)
+            for process in processes:
+                process.join(timeout_s)
+            return results
         finally:
             for process in processes:
-                if process.is_alive():
-                    process.join(5)
-                    process.kill()
+                process.kill()  # done, or waiting for a rank that failed
                 process.join()
 
 
@@ -80,7 +84,7 @@ def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
         for pipe in ready:
             rank = pipes.index(pipe)
             try:
-                ok, payload = pipe.recv()
+                ok, payload = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 raise AssertionError(f"rank {rank} of {len(pipes)} died without a word") from None
             assert ok, f"rank {rank} of {len(pipes)} failed:\n{payload}"

@@ -67,7 +67,9 @@ def _shard_all(mine: Trajectories, plan: MiniBatch, layout: Layout, device: torc
     ]
 
 
-def gather_logp(cuts: Sequence[Cut], logp: Sequence[Sequence[Tensor]], index: TrajectoryIndex, layout: Layout) -> Tensor:
+def gather_logp(
+    cuts: Sequence[Cut], logp: Sequence[Sequence[Tensor]], index: TrajectoryIndex, layout: Layout
+) -> Tensor:
     """[sum of lens] float32 on every rank: the log-probability of every token of the batch, 0 where none was scored.
 
     `logp[k][j]` is [t] for mini-batch k, micro-batch j on the last pipeline stage (empty elsewhere). Collective.

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_gspo.config import Recipe, effective_yaml, validate
+from megatron_gspo.config import Problem, Recipe, RecipeError, effective_yaml, validate
 from megatron_gspo.loop.environment import Environment, read_environment
 
 RECIPE_NAME = "recipe.yaml"
@@ -19,7 +19,7 @@ RECIPE_NAME = "recipe.yaml"
 def main(recipe: Recipe, resume: bool) -> int:
     """Run `recipe`; returns the exit code of the run. The effective recipe is kept in the run folder.
 
-    Raises ValueError when the run folder holds another run and `resume` is not asked for.
+    Raises RecipeError when the run folder holds another run and `resume` is not asked for.
     """
     environment = read_environment()
     validate(recipe, environment.world_size if environment else recipe.run.workers)
@@ -36,9 +36,16 @@ def prepare_run_dir(recipe: Recipe, resume: bool) -> None:
     """Create the run folder and write the effective recipe; a folder in use is refused without `resume`."""
     folder = Path(recipe.run.dir)
     if not resume and (folder / RECIPE_NAME).exists():
-        raise ValueError(
-            f"run.dir: {folder} already holds a run. Continue it with --resume, or choose another run.dir, "
-            f"or remove the folder."
+        raise RecipeError(
+            [
+                Problem(
+                    key="run.dir",
+                    value=recipe.run.dir,
+                    reason="this folder already holds a run",
+                    hint="continue it with --resume, choose another run.dir, or remove the folder",
+                )
+            ],
+            recipe.sources,
         )
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     (folder / RECIPE_NAME).write_text(effective_yaml(recipe))

@@ -1,4 +1,4 @@
-"""Binds an objective of the recipe to micro-batches: the thin layer between pure mathematics and Megatron's schedule."""
+"""Binds an objective of the recipe to micro-batches: the thin layer between the mathematics and Megatron's schedule."""
 
 from __future__ import annotations
 

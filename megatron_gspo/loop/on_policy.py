@@ -1,7 +1,7 @@
 """The on-policy check: before the first update of a step the policy is its own old policy, so every ratio must be 1.
 
-Ratios away from 1 there mean that scoring and updating run different numbers (kernels, packing, routing, precision, stale
-weights); training would then clip on noise.
+Ratios away from 1 there mean that scoring and updating run different numbers (kernels, packing, routing, precision,
+stale weights); training would then clip on noise.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check_on_policy(config: ObjectiveConfig, metrics: Sequence[dict[str, Any]], 
         return
     message = (
         f"first mini-batch: |log s| reaches {largest.item():.3e} before any update, above {bound:.1e} (a tenth of the "
-        "smaller clip bound). Score and update disagree: compare precision, recomputation and routing of the two passes. "
+        "smaller clip bound). Score and update disagree: compare precision, recomputation and routing of both. "
         "objective.on_policy_check: warn continues anyway"
     )
     if config.on_policy_check is OnRatio.stop:

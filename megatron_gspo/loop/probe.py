@@ -19,13 +19,16 @@ PROBE_TOKENS = 64
 
 
 def probe_tokens(recipe: Recipe) -> Tensor:
-    """[k] int64, 2 <= k <= PROBE_TOKENS: the first prompts of the run's data, one after the other; equal on all ranks."""
+    """[k] int64: the first prompts of the run's data, one after the other; the same on all ranks.
+
+    k is PROBE_TOKENS, or data.max_prompt_tokens where the servers' context is made for less.
+    """
     tokenizer = AutoTokenizer.from_pretrained(recipe.policy.hf)
     source = make_source(recipe.data, recipe.run.seed, tokenizer)
     ids: list[int] = []
     for prompt in source.batch(0, PROBE_TOKENS):
         ids += tokenize(prompt.prompt, tokenizer)
-    return torch.tensor(ids[:PROBE_TOKENS])
+    return torch.tensor(ids[: min(PROBE_TOKENS, recipe.data.max_prompt_tokens)])
 
 
 def score_probe(stepper: Stepper, tokens: Tensor, layout: Layout, device: torch.device) -> Tensor:

@@ -44,6 +44,7 @@ class Run:
 def train(run: Run, state: RunState, old_logp: Tensor | None) -> RunState:
     """Train until the last step or until asked to stop; every checkpoint that is due is on disk at the end."""
     run.sync_weights(state.weight_version)
+    run.report.begin()
     while state.step < run.recipe.run.steps and not run.stop.agreed():
         before = state
         state, old_logp = _step(run, state, old_logp)
@@ -78,7 +79,7 @@ def _step(run: Run, state: RunState, old_logp: Tensor | None) -> tuple[RunState,
     state = RunState(step=state.step + 1, weight_version=state.weight_version + 1)
     with span("sync"):
         run.sync_weights(state.weight_version)
-    run.report.finish(state, batch, cuts)
+    run.report.finish(state.step - 1, state.weight_version, batch.index, cuts, run.layout)
     return state, None
 
 
@@ -91,9 +92,7 @@ def _old_logp(run: Run, batch: Batch, cuts: list[Cut], saved: Tensor | None) -> 
     return [[logp for logp, _ in run.stepper.score(cut.micro_batches)] for cut in cuts]
 
 
-def _update(
-    run: Run, batch: Batch, cut: Cut, old: list[Tensor] | None, advantages: Tensor, *, check: bool
-) -> None:
+def _update(run: Run, batch: Batch, cut: Cut, old: list[Tensor] | None, advantages: Tensor, *, check: bool) -> None:
     rows = list(cut.plan.rows)
     terms = MiniBatchTerms(
         advantages=advantages,

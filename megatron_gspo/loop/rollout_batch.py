@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,6 @@ from transformers import AutoTokenizer, GenerationConfig
 from megatron_gspo.batch.record import write_record
 from megatron_gspo.config import Recipe
 from megatron_gspo.data import Prompt, make_source, tokenize
-from megatron_gspo.policy.cpu import on_gpu
 from megatron_gspo.reward import Reward
 from megatron_gspo.rollout.client import Sample, Sampling, SglangClient
 from megatron_gspo.rollout.sampler import Rollout, sample_batch
@@ -23,14 +23,14 @@ from megatron_gspo.rollout.server import ManagedServer
 Progress = Callable[[int, int], None]
 
 
-def start_servers(recipe: Recipe) -> list[ManagedServer]:
+def start_servers(recipe: Recipe, on_cpu: bool) -> list[ManagedServer]:
     """Start the managed server of `recipe`; it loads the checkpoint that training starts from."""
     assert recipe.rollout is not None
     server = ManagedServer(
         recipe.policy.hf,
         recipe.rollout.server,
         log_path=Path(recipe.run.dir) / "logs" / "server_0.log",
-        on_cpu=not on_gpu(),
+        on_cpu=on_cpu,
         context_length=recipe.data.max_prompt_tokens + recipe.rollout.max_new_tokens,
     )
     server.start()
@@ -103,14 +103,14 @@ class BatchSampler:
                 on_progress=on_progress,
             )
 
-    def _text(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+    def _text(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def _describe(self, prompts: Sequence[Prompt], rollout: Rollout) -> list[dict[str, Any]]:
         """What a person wants to read of each row."""
         bounds, index = rollout.trajectories.offsets.tolist(), rollout.index
         rows = []
-        for row, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        for row, (start, end) in enumerate(itertools.pairwise(bounds)):
             prompt = prompts[int(index.group[row])]
             response = rollout.trajectories.tokens[start + int(index.prompt_lens[row]) : end]
             rows.append(
@@ -137,6 +137,6 @@ def _check_versions(rollout: Rollout, weight_version: int) -> None:
     sampled = rollout.trajectories.versions[rollout.trajectories.loss_mask].unique().tolist()
     if sampled != [weight_version]:
         raise RuntimeError(
-            f"the batch was sampled by weight versions {sampled}, expected {weight_version} alone: another trainer updates "
-            "these servers, or a weight update was lost"
+            f"the batch was sampled by weight versions {sampled}, expected {weight_version} alone: another trainer "
+            "updates these servers, or a weight update was lost"
         )

@@ -1,7 +1,7 @@
 """The sampling process: owns the SGLang servers, turns prompts into recorded batches with rewards.
 
-It runs beside trainer rank 0, which asks for one batch at a time over a pipe (small JSON-like messages); the batch itself
-goes to disk, from where each rank reads its own rows. It ends, and with it the servers, when the pipe closes.
+It runs beside trainer rank 0, which asks for one batch at a time over a pipe; the batch itself goes to disk, from where
+each rank reads its own rows. It ends, and with it the servers, when the pipe closes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class SamplerFailed(RuntimeError):
 class SamplerHandle:
     """Rank 0's end of the pipe to the sampling process."""
 
-    def __init__(self, recipe: Recipe, on_progress: Callable[[int, int], None]):
+    def __init__(self, recipe: Recipe, *, on_cpu: bool, on_progress: Callable[[int, int], None]):
         # spawn: the process must not inherit the trainer's torch.distributed state
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_main, args=(recipe, theirs), name="sampler", daemon=False)
+        self._process = context.Process(target=_main, args=(recipe, on_cpu, theirs), name="sampler", daemon=False)
         self._process.start()
         theirs.close()
         self._on_progress = on_progress
@@ -74,12 +74,12 @@ class SamplerHandle:
         return {}
 
 
-def _main(recipe: Recipe, pipe: Connection) -> None:
+def _main(recipe: Recipe, on_cpu: bool, pipe: Connection) -> None:
     # Stop signals are the trainer's to act on; this process ends when the pipe closes.
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     try:
-        _serve(recipe, pipe)
+        _serve(recipe, on_cpu, pipe)
     except (EOFError, BrokenPipeError):
         pass
     except BaseException:
@@ -87,14 +87,14 @@ def _main(recipe: Recipe, pipe: Connection) -> None:
         raise
 
 
-def _serve(recipe: Recipe, pipe: Connection) -> None:
+def _serve(recipe: Recipe, on_cpu: bool, pipe: Connection) -> None:
     from contextlib import ExitStack
 
     from megatron_gspo.loop.rollout_batch import BatchSampler, start_servers
 
     assert recipe.rollout is not None
     with ExitStack() as stack:
-        servers = start_servers(recipe) if recipe.rollout.engine is Engine.managed else []
+        servers = start_servers(recipe, on_cpu) if recipe.rollout.engine is Engine.managed else []
         for server in servers:
             stack.callback(server.stop)
         sampler = BatchSampler(recipe)

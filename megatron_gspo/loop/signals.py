@@ -13,7 +13,7 @@ _GRACEFUL = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StopRequest:
-    """Remembers when this rank was asked to stop; the ranks agree on it by a collective, since signals arrive unevenly."""
+    """Remembers when this rank was asked to stop; ranks agree on it by a collective, since signals arrive unevenly."""
 
     def __init__(self, group: dist.ProcessGroup, grace_s: float):
         self._group = group

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_gspo.batch.record import read_index, read_rows
 from megatron_gspo.batch.trajectory import Trajectories, TrajectoryIndex
-from megatron_gspo.config import Recipe
+from megatron_gspo.config import BatchConfig, Recipe
 from megatron_gspo.loop.given import given_batch
 from megatron_gspo.loop.sampling import SamplerHandle
 
@@ -74,7 +74,8 @@ class SampledBatches:
     def fetch(self, step: int, weight_version: int) -> Batch | None:
         path = record_path(self._directory, step)
         done = True
-        if self._sampler is not None:
+        # A record that is there already is of this very step, left by the run that is resumed: it is trained again.
+        if self._sampler is not None and not path.exists():
             done = self._sampler.sample(step, weight_version, path, self._expired)
         flag = torch.tensor([int(done)])
         dist.broadcast(flag, 0, group=self._group)
@@ -82,13 +83,22 @@ class SampledBatches:
 
 
 class ReplayedBatches:
-    """Batches recorded by an earlier run."""
+    """Batches recorded by an earlier run, which must have been as large as the recipe's."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, config: BatchConfig):
         self._directory = directory
+        self._config = config
 
     def fetch(self, step: int, weight_version: int) -> Batch | None:
-        return RecordedBatch(record_path(self._directory, step))
+        path = record_path(self._directory, step)
+        batch = RecordedBatch(path)
+        found = (batch.index.n, len(batch.index.group.unique()))
+        if found != (self._config.prompts * self._config.samples, self._config.prompts):
+            raise ValueError(
+                f"rollout.replay: {path} holds {found[0]} trajectories of {found[1]} prompts, but batch.prompts = "
+                f"{self._config.prompts} and batch.samples = {self._config.samples}; set them to what was recorded"
+            )
+        return batch
 
 
 class GivenBatches:

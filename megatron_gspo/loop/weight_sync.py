@@ -18,7 +18,8 @@ from megatron_gspo.rollout.control import Servers
 from megatron_gspo.rollout.probe import check_probe, server_logprobs
 from megatron_gspo.rollout.sync import WeightSync, together
 from megatron_gspo.rollout.transport import DiskTransport, DistributedTransport
-from megatron_gspo.weights import ExportPlan, buckets, gather, save_hf
+from megatron_gspo.weights.export import ExportPlan, buckets, gather
+from megatron_gspo.weights.save import save_hf
 
 MIB = 1024**2
 
@@ -32,7 +33,7 @@ def make_weight_sync(
     report: StepReport,
     device: torch.device,
 ) -> Callable[[int], None]:
-    """A function that makes the servers hold the trainer's weights as the version it is given. All calls are collective.
+    """A function that makes the servers hold the trainer's weights as the version that it is given; collective.
 
     It does nothing where no server takes part (sft, replay). Blocks until the servers are healthy.
     """

@@ -1,4 +1,4 @@
-"""One trainer rank: puts a run together from its recipe, trains, exports. `python -m megatron_gspo.loop.worker RECIPE`."""
+"""One trainer rank: puts a run together from its recipe, trains, exports."""
 
 from __future__ import annotations
 
@@ -11,15 +11,11 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-from megatron_gspo.config import Recipe, load_recipe
-from megatron_gspo.loop.environment import Environment, read_environment
-from megatron_gspo.policy import cpu
-
-cpu.install()  # before anything imports Megatron
-
 import torch
 import torch.distributed as dist
 
+from megatron_gspo.config import Recipe, load_recipe
+from megatron_gspo.loop.environment import Environment, read_environment
 from megatron_gspo.loop.report import StepReport
 from megatron_gspo.loop.rl import Run, train
 from megatron_gspo.loop.sampling import SamplerHandle
@@ -27,71 +23,93 @@ from megatron_gspo.loop.signals import StopRequest
 from megatron_gspo.loop.source import BatchSource, GivenBatches, ReplayedBatches, SampledBatches
 from megatron_gspo.loop.state import RunState, load_newest, save_checkpoint
 from megatron_gspo.loop.weight_sync import make_weight_sync
+from megatron_gspo.policy import cpu
 from megatron_gspo.policy.checkpoint import load_policy, save_policy
-from megatron_gspo.policy.layout import Layout, init_layout
-from megatron_gspo.policy.model import Model, build_model, ddp_config, sync_parameters, wrap
+from megatron_gspo.policy.layout import init_layout
+from megatron_gspo.policy.model import build_model, ddp_config, sync_parameters, wrap
 from megatron_gspo.policy.optimizer import build_optimizer
 from megatron_gspo.policy.step import Stepper
-from megatron_gspo.weights import bind, load_hf, plan_export, save_hf
+from megatron_gspo.weights.bind import bind
+from megatron_gspo.weights.export import plan_export
+from megatron_gspo.weights.load import load_hf
+from megatron_gspo.weights.save import save_hf
 
 
 def run(recipe: Recipe, environment: Environment, resume: bool) -> int:
     """Train `recipe` on this rank; returns the exit code. Collective over all trainer ranks."""
     device = _init_distributed(recipe, environment)
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=recipe.run.timeout_s))
+    assert isinstance(control, dist.ProcessGroup)
     stop = StopRequest(control, recipe.run.grace_s)
     stop.install()
-    report = StepReport(recipe, is_main=environment.rank == 0, resume=resume)
+    report = StepReport(recipe, is_main=environment.rank == 0)
     with ExitStack() as cleanup:
         cleanup.callback(report.close)
-        sampler = _start_sampler(recipe, environment.rank, report)
+        sampler = _start_sampler(recipe, report) if environment.rank == 0 else None
         if sampler:
             cleanup.callback(sampler.close)
-        layout = init_layout(recipe.policy.layout)
-        report.attach(layout, control)
-        model = build_model(_hf_config(recipe), recipe.policy, layout)
-        binding = bind(model.chunks, model.hf_config, layout.pgs)
-        if not resume:
-            load_hf(recipe.policy.hf, binding)
-        chunks = wrap(model, ddp_config(recipe.policy), layout)
-        optimizer, scheduler = build_optimizer(recipe, chunks, layout)
-        state, old_logp = RunState(step=0, weight_version=0), None
-        if resume:
-            restore = partial(
-                load_policy, chunks=chunks, optimizer=optimizer, scheduler=scheduler, layout=layout
-            )
-            state, old_logp = load_newest(Path(recipe.run.dir), restore)
-        temperature = recipe.rollout.temperature if recipe.rollout else 1.0
-        stepper = Stepper(model, chunks, layout, temperature)
-        export = plan_export(binding)
-        report.start(state)
-        save = partial(save_policy, chunks=chunks, optimizer=optimizer, scheduler=scheduler, layout=layout)
-        state = train(
-            Run(
-                recipe=recipe,
-                layout=layout,
-                stepper=stepper,
-                optimizer=optimizer,
-                scheduler=scheduler,
-                source=_make_source(recipe, sampler, control, stop),
-                stop=stop,
-                device=device,
-                control=control,
-                sync_weights=make_weight_sync(recipe, stepper, export, sampler, control, report, device),
-                save=lambda state, old: save_checkpoint(
-                    Path(recipe.run.dir), state, save, old, keep=recipe.run.keep_checkpoints, group=control
-                ),
-                report=report,
-            ),
-            state,
-            old_logp,
-        )
-        if state.step == recipe.run.steps and recipe.run.export_hf:
-            sync_parameters(chunks)
-            save_hf(Path(recipe.run.dir) / "hf", export, Path(recipe.policy.hf))
-        report.summary(state)
+        train_and_export(recipe, device, control, stop, report, sampler, resume)
+    report.summary()
     dist.destroy_process_group()
     return 0
+
+
+def train_and_export(
+    recipe: Recipe,
+    device: torch.device,
+    control: dist.ProcessGroup,
+    stop: StopRequest,
+    report: StepReport,
+    sampler: SamplerHandle | None,
+    resume: bool,
+) -> None:
+    """Build the policy, restore or load it, train, and export when the last step is done. Collective."""
+    run_dir, policy = Path(recipe.run.dir), recipe.policy
+    layout = init_layout(policy.layout, seed=recipe.run.seed, timeout_s=recipe.run.timeout_s)
+    model = build_model(_hf_config(policy.hf), policy, layout)
+    binding = bind(model.chunks, model.hf_config, layout.pgs)
+    report.say(f"policy {policy.hf} on {layout.world} ranks: dp {layout.dp} {policy.layout}")
+    if not resume:
+        load_hf(policy.hf, binding)
+    chunks = wrap(model, ddp_config(policy), layout)
+    optimizer, scheduler = build_optimizer(recipe, chunks, layout)
+    trained = {"chunks": chunks, "optimizer": optimizer, "scheduler": scheduler, "layout": layout}
+    state, old_logp = RunState(step=0, weight_version=0), None
+    if resume:
+        state, old_logp = load_newest(run_dir, partial(load_policy, **trained))
+        report.say(f"resuming at step {state.step}, mini-batch {state.mini_batch}")
+    report.start(state)
+    export = plan_export(binding)
+    stepper = Stepper(model, chunks, layout, recipe.rollout.temperature if recipe.rollout else 1.0)
+
+    def save(state: RunState, old_logp: torch.Tensor | None) -> Path:
+        keep = recipe.run.keep_checkpoints
+        return save_checkpoint(run_dir, state, partial(save_policy, **trained), old_logp, keep=keep, group=control)
+
+    state = train(
+        Run(
+            recipe=recipe,
+            layout=layout,
+            stepper=stepper,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            source=_make_source(recipe, sampler, control, stop),
+            stop=stop,
+            device=device,
+            control=control,
+            sync_weights=make_weight_sync(recipe, stepper, export, sampler, control, report, device),
+            save=save,
+            report=report,
+        ),
+        state,
+        old_logp,
+    )
+    if state.step < recipe.run.steps:
+        report.say(f"stopped before step {state.step + 1} of {recipe.run.steps}; continue with --resume")
+    elif recipe.run.export_hf:
+        sync_parameters(chunks)
+        save_hf(run_dir / "hf", export, policy.hf)
+        report.say(f"trained policy: {run_dir / 'hf'}")
 
 
 def _init_distributed(recipe: Recipe, environment: Environment) -> torch.device:
@@ -113,17 +131,18 @@ def _init_distributed(recipe: Recipe, environment: Environment) -> torch.device:
     return device
 
 
-def _hf_config(recipe: Recipe) -> dict:
-    path = Path(recipe.policy.hf) / "config.json"
+def _hf_config(directory: str) -> dict:
+    path = Path(directory) / "config.json"
     if not path.exists():
         raise ValueError(f"policy.hf: {path} does not exist; expected the directory of an HF checkpoint")
     return json.loads(path.read_text())
 
 
-def _start_sampler(recipe: Recipe, rank: int, report: StepReport) -> SamplerHandle | None:
-    if recipe.rollout is None or recipe.rollout.replay or rank != 0:
+def _start_sampler(recipe: Recipe, report: StepReport) -> SamplerHandle | None:
+    if recipe.rollout is None or recipe.rollout.replay:
         return None
-    return SamplerHandle(recipe, report.sampling_progress)
+    report.say(f"starting the sampling process and its server; logs in {recipe.run.dir}/logs")
+    return SamplerHandle(recipe, on_cpu=not cpu.on_gpu(), on_progress=report.sampling)
 
 
 def _make_source(
@@ -132,16 +151,16 @@ def _make_source(
     if recipe.rollout is None:
         return GivenBatches(recipe)
     if recipe.rollout.replay:
-        return ReplayedBatches(Path(recipe.rollout.replay))
+        return ReplayedBatches(Path(recipe.rollout.replay), recipe.batch)
     return SampledBatches(sampler, Path(recipe.run.dir) / "rollouts", control, lambda: stop.expired)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Entry point of a worker process that torchrun, srun or our launcher started."""
+def main() -> int:
+    """Entry point of a worker process that our launcher started."""
     parser = argparse.ArgumentParser(description="One trainer rank (started by megatron-gspo train)")
     parser.add_argument("recipe")
     parser.add_argument("--resume", action="store_true")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args()
     environment = read_environment()
     assert environment is not None, "a worker is started with RANK and WORLD_SIZE set"
     return run(load_recipe(arguments.recipe), environment, arguments.resume)

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def active_parameters(hf_config: dict[str, Any]) -> int:
-    """Parameters that one token multiplies with, embedding look-up excluded, output layer included (Qwen3, Qwen3-MoE)."""
+    """Parameters that a token multiplies with: without the embedding, with the output layer. Qwen3 and Qwen3-MoE."""
     hidden, layers = hf_config["hidden_size"], hf_config["num_hidden_layers"]
     heads, kv_heads = hf_config["num_attention_heads"], hf_config["num_key_value_heads"]
     head_dim = hf_config.get("head_dim") or hidden // heads

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -28,7 +29,7 @@ class NonFiniteGradient(RuntimeError):
 class Stepper:
     """Runs the wrapped model chunks of one rank; every method is a collective over all trainer ranks."""
 
-    def __init__(self, model: Model, chunks: Sequence[torch.nn.Module], layout: Layout, temperature: float):
+    def __init__(self, model: Model, chunks: Sequence[DistributedDataParallel], layout: Layout, temperature: float):
         self.model = model
         self.chunks = list(chunks)
         self.layout = layout
@@ -50,7 +51,7 @@ class Stepper:
         return self._run(micro_batches, keep, temperature or self.temperature, forward_only=True)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss_fn: LossFn, num_tokens: int) -> list[dict]:
-        """Accumulate the gradient of `loss_fn` over one mini-batch; returns its metrics on the last stage, [] elsewhere.
+        """Accumulate the gradient of `loss_fn` over a mini-batch; returns its metrics on the last stage, [] elsewhere.
 
         The losses must already be divided by their global denominators: Megatron then sums gradients over DP x CP and
         divides by the token count that the loss function returns, which is 0 (clamped to 1) for that reason.
@@ -112,6 +113,7 @@ def apply_gradients(optimizer, scheduler, *, skip_non_finite: bool) -> tuple[flo
     norm = float(optimizer.get_grad_norm())
     if not math.isfinite(norm):
         if skip_non_finite:
+            optimizer.zero_grad()
             return norm, lr, False
         raise NonFiniteGradient(
             f"gradient norm is {norm}; no parameter was changed. The batch is in the run folder under rollouts/; "
@@ -119,6 +121,9 @@ def apply_gradients(optimizer, scheduler, *, skip_non_finite: bool) -> tuple[flo
         )
     applied, norm, _ = optimizer.step()
     scheduler.step(increment=1)
+    # Without the distributed optimizer a parameter's .grad is DDP's buffer: left there, the next backward pass would
+    # add that buffer to itself.
+    optimizer.zero_grad()
     return float(norm), lr, bool(applied)
 
 

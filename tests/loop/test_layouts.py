@@ -1,9 +1,9 @@
-"""The product's first promise: one step gives the same loss, gradient norm, metrics and weights on every layout and cut.
+"""The product's first promise: a step gives the same loss, gradient norm, metrics and weights on every layout and cut.
 
 Tolerances: everything runs in fp32 with log-ratio sums in fp64. Sums over ranks and micro-batches are taken in another
-order than on one rank, which moves a gradient by some fp32 ulps; AdamW's first step is lr x sign-like, so that a weight
-whose gradient is near 0 may move by a sizeable part of lr. Losses are compared to 1e-6, norms to 1e-5 (relative), weights
-after two steps of lr 1e-3 to 2e-5.
+order than on one rank, which moves a gradient by some fp32 ulps. AdamW's first steps are the gradient's sign unless eps
+is of the gradient's size, so eps is 1e-2 here: a step is then smooth in the gradient. Losses are compared to 2e-5 and
+norms to 1e-5 (relative), weights after two steps of lr 1e-2 to 2e-6.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatron_gspo.batch.trajectory import Trajectories
 from megatron_gspo.config import (
@@ -36,11 +35,14 @@ from megatron_gspo.policy.layout import init_layout
 from megatron_gspo.policy.model import build_model, ddp_config, wrap
 from megatron_gspo.policy.optimizer import build_optimizer
 from megatron_gspo.policy.step import Stepper, apply_gradients
-from megatron_gspo.weights import bind, buckets, gather, load_hf, plan_export
+from megatron_gspo.weights.bind import bind
+from megatron_gspo.weights.export import buckets, gather, plan_export
+from megatron_gspo.weights.load import load_hf
+from tests.loop.tiny import tiny_checkpoint
 from tests.ranks import run_ranks
 
 PROMPTS, SAMPLES = 6, 4
-LR = 1e-3
+LR = 1e-2
 
 
 @dataclass(frozen=True)
@@ -53,31 +55,12 @@ class Outcome:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
-    torch.manual_seed(1)
-    config = Qwen3MoeConfig(
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=96,
-        moe_intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        tie_word_embeddings=False,
-        initializer_range=0.1,
-    )
-    path = tmp_path_factory.mktemp("hf")
-    Qwen3MoeForCausalLM(config).save_pretrained(path)
-    return path
+    return tiny_checkpoint(tmp_path_factory.mktemp("hf"))
 
 
-def make_batch() -> GivenBatch:
+def make_batch(seed: int = 5) -> GivenBatch:
     """Ragged trajectories with holes in their loss masks; one trains on nothing. The first is the longest."""
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(seed)
 
     def tokens(low: int, high: int) -> torch.Tensor:
         length = int(torch.randint(low, high, (), generator=generator))
@@ -105,7 +88,7 @@ def recipe_for(checkpoint: Path, layout: LayoutConfig, objective, max_tokens: in
             hf=str(checkpoint),
             dtype=Dtype.fp32,
             layout=layout,
-            optimizer=OptimizerSection(lr=LR, clip_grad=1.0, weight_decay=0.01, distributed=distributed),
+            optimizer=OptimizerSection(lr=LR, eps=1e-2, clip_grad=1.0, weight_decay=0.01, distributed=distributed),
         ),
         objective=objective,
         batch=BatchConfig(prompts=PROMPTS, samples=SAMPLES, mini_batches=2, max_tokens=max_tokens),
@@ -143,9 +126,11 @@ def one_step(recipe: Recipe) -> Outcome:
             cp_group=layout.pgs.cp,
         )
         parts = stepper.forward_backward(cut.micro_batches, make_loss(recipe.objective, terms), cut.num_tokens)
-        reduced = reduce_metrics(
-            merge(parts), dp_cp_group=layout.pgs.dp_cp, dp_group=layout.pgs.dp, device="cpu"
-        ) if layout.is_last_stage else {}
+        reduced = (
+            reduce_metrics(merge(parts), dp_cp_group=layout.pgs.dp_cp, dp_group=layout.pgs.dp, device="cpu")
+            if layout.is_last_stage
+            else {}
+        )
         metrics.append(reduced)
         norms.append(apply_gradients(optimizer, scheduler, skip_non_finite=False)[0])
     weights = {}
@@ -198,7 +183,7 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
     torch.testing.assert_close(found.old_logp, expected.old_logp, rtol=0, atol=2e-5)
     assert found.weights.keys() == expected.weights.keys()
     for name, tensor in expected.weights.items():
-        torch.testing.assert_close(found.weights[name], tensor, rtol=0, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(found.weights[name], tensor, rtol=0, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
