@@ -26,12 +26,12 @@ CHAT_TEMPLATE = (
 )
 MODEL = {
     "hidden_size": 128,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
     "intermediate_size": 256,  # of dense layers, of which there are none; must still be a valid size
-    "moe_intermediate_size": 128,
+    "moe_intermediate_size": 192,
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "norm_topk_prob": True,

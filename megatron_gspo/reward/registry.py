@@ -11,8 +11,8 @@ from typing import Any
 RewardFunction = Callable[..., Any]
 """`fn(*, prompt, response: str, meta: dict, **args) -> float | {"reward": float, further metrics}`, sync or async.
 
-`prompt` is what the data gives (a string, or chat messages), `response` the text without special tokens, `meta` the other
-fields of the data, `args` those of `reward.args`."""
+`prompt` is what the data gives (a string, or chat messages), `response` the text without special tokens, `meta` the
+other fields of the data, `args` those of `reward.args`."""
 
 REWARDS: dict[str, RewardFunction] = {}
 
