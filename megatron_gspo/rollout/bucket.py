@@ -57,8 +57,8 @@ def describe(bucket: Bucket) -> dict[str, list]:
     for spec in bucket.tensors:
         if start % spec.dtype.itemsize:
             raise ValueError(
-                f"{spec.name} ({spec.dtype}) would start at byte {start} of its bucket: put tensors of larger items first, "
-                "or tensors of one dtype into a bucket"
+                f"{spec.name} ({spec.dtype}) would start at byte {start} of its bucket: put tensors of larger items "
+                "first, or tensors of one dtype into a bucket"
             )
         start += prod(spec.shape) * spec.dtype.itemsize
     return {

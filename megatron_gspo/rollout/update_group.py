@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper
+from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper, _world
 
 from megatron_gspo.rollout.control import ServerError, Servers
 
@@ -53,6 +53,7 @@ class UpdateGroup:
             )
             joined.result()
         assert isinstance(group, dist.ProcessGroup)
+        _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
         self._group = group
         self._store = store  # it serves the group for as long as that lives
 

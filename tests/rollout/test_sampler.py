@@ -50,9 +50,7 @@ def sample(client, reward=by_length, on_reward_error=OnRewardError.zero, **optio
 
 
 def whole():
-    return Scripted(
-        {1: [[response(7, 8), response(9, finish=Finish.length)]], 4: [[response(6), response(5, 4, 3)]]}
-    )
+    return Scripted({1: [[response(7, 8), response(9, finish=Finish.length)]], 4: [[response(6), response(5, 4, 3)]]})
 
 
 def test_rows_are_prompt_after_prompt_with_versions_and_masks():
@@ -97,9 +95,7 @@ def test_a_reward_that_raises_is_worth_nothing_and_is_reported():
 
     rollout = sample(whole(), reward)
     assert rollout.index.rewards.tolist() == [1, 1, 1, 0]
-    assert torch.equal(
-        rollout.index.metrics["exact"].isnan(), torch.tensor([False, False, False, True])
-    )
+    assert torch.equal(rollout.index.metrics["exact"].isnan(), torch.tensor([False, False, False, True]))
     (failure,) = rollout.failures
     assert (failure.prompt, failure.response) == (1, 1)
     assert "ZeroDivisionError: no answer" in failure.trace

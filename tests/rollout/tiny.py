@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -41,6 +43,12 @@ def save_policy(model: PreTrainedModel, directory: Path) -> Path:
     """Write an HF checkpoint without a tokenizer; returns `directory`."""
     model.save_pretrained(directory)
     return directory
+
+
+def hf_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The tensors of the model's checkpoint under their names there; in memory, transformers fuses the experts."""
+    with tempfile.TemporaryDirectory() as folder:
+        return load_file(save_policy(model, Path(folder)) / "model.safetensors")
 
 
 @torch.no_grad()

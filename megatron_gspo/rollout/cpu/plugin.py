@@ -1,15 +1,18 @@
 """SGLang plugin (entry point group `sglang.srt.plugins`) for servers on CPU. Every SGLang of this venv loads it.
 
-Inert unless SGLANG_USE_CPU_ENGINE=1, and imports nothing heavy before that is known. It changes two things of SGLang
+Inert unless SGLANG_USE_CPU_ENGINE=1, and imports nothing heavy before that is known. It changes three things of SGLang
 0.5.23:
 - the torch_native attention backend loops over sequences in Python; `attention.py` batches that loop, which more than
   doubles the tokens per second of small models;
+- the server's processes are spawned, and each imports SGLang anew, 9 CPU-seconds three times; CUDA needs that, a CPU
+  does not: they are forked;
 - `--enable-return-routed-experts` pins its host buffer with cudaHostRegister, which a machine without CUDA does not
   have.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from importlib.metadata import version
 
@@ -41,3 +44,8 @@ def register() -> None:
     HookRegistry.register(
         "sglang.srt.mem_cache.pool_host.common._cuda_host_register", lambda *_args, **_kwargs: None, HookType.REPLACE
     )
+    HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork, HookType.AFTER)
+
+
+def _fork(_result: None, *_args: object, **_kwargs: object) -> None:
+    multiprocessing.set_start_method("fork", force=True)
