@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,7 @@ def install() -> None:
             f"megatron-core {found} is installed, but policy/cpu.py patches {MEGATRON_VERSION} only: "
             f"install the version that pyproject.toml pins"
         )
+    _expected_warnings()
     _without_compiler()
     _cuda_calls_on_cpu()
     _factories_on_cpu()
@@ -48,6 +50,11 @@ def install() -> None:
     _optimizer_type_names()
     _adamw_state()
     _installed = True
+
+
+def _expected_warnings() -> None:
+    """Megatron says at import, six times over, that Transformer Engine and Apex are missing: here they are to be."""
+    warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex).* not installed", module="megatron")
 
 
 def _without_compiler() -> None:

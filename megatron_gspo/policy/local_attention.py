@@ -103,12 +103,12 @@ class _GatherSequence(torch.autograd.Function):
     def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         gathered = local.new_empty((group.size() * len(local), *local.shape[1:]))
-        dist.all_gather_into_tensor(gathered, local.contiguous(), group=group)
+        dist.all_gather_single(gathered, local.contiguous(), group=group)
         return gathered
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (gathered,) = grads
         local = gathered.new_empty((len(gathered) // ctx.group.size(), *gathered.shape[1:]))
-        dist.reduce_scatter_tensor(local, gathered.contiguous(), group=ctx.group)
+        dist.reduce_scatter_single(local, gathered.contiguous(), group=ctx.group)
         return local, None

@@ -14,7 +14,9 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
@@ -22,6 +24,7 @@ from torch import Tensor
 from megatron_gspo.config.schema import PolicyConfig
 from megatron_gspo.policy.cpu import on_gpu
 from megatron_gspo.policy.layout import Layout
+from megatron_gspo.policy.local_spec import local_block_spec
 from megatron_gspo.policy.overrides import checked_overrides
 from megatron_gspo.policy.transformer_config import gpt_arguments, transformer_config
 
@@ -68,14 +71,10 @@ def build_model(hf_config: dict[str, Any], policy: PolicyConfig, layout: Layout)
     return Model(chunks, config, hf_config, hf_config["vocab_size"], padded)
 
 
-def layer_spec(config: TransformerConfig, vp_stage: int | None):
+def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """The block spec: Transformer Engine's modules on a GPU, their local twins on a CPU."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-
     if on_gpu():
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-    from megatron_gspo.policy.local_spec import local_block_spec
-
     return local_block_spec(config, vp_stage)
 
 
