@@ -89,6 +89,9 @@ def _cuda_calls_on_cpu() -> None:
 
 def _factories_on_cpu() -> None:
     """Schedules, gradient clipping and checkpointing allocate with a literal `device="cuda"`, some in pinned memory."""
+    # `with torch.device(...)`, which transformers loads under, collects the factories that it redirects at its first
+    # use: it has to see the originals, or it lets the wrapped ones pass and loaded buffers stay uninitialised.
+    torch.utils._device._device_constructors()
 
     def on_cpu(factory: Callable) -> Callable:
         @functools.wraps(factory)

@@ -128,3 +128,10 @@ def _idle_experts():
 def test_an_expert_without_tokens_has_a_gradient_of_zeros():
     # Each of the 32 x 32 weights sees its expert's tokens, all ones: the sum is 1024 x tokens.
     assert run_ranks(1, _idle_experts) == [[[2048.0, 0.0, 3072.0, 0.0], [0.0, 0.0, 0.0, 0.0]]]
+
+
+def test_a_device_context_still_reaches_the_factories():
+    """transformers builds models under `torch.device("meta")`; a factory that ignored it left RoPE uninitialised."""
+    with torch.device("meta"):
+        made = [torch.empty(1), torch.zeros(1), torch.ones(1), torch.tensor([1.0])]
+    assert [tensor.device.type for tensor in made] == ["meta"] * 4
