@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -46,44 +45,35 @@ def attention_buckets(bounds: tuple[int, ...], cp: int, cp_rank: int) -> Buckets
 
     The key rows are those of an all-gather over CP: rank r's t tokens stand at [r t, (r + 1) t).
     """
-    lens = [end - start for start, end in pairwise(bounds)]
-    local_tokens = bounds[-1] // cp
-    groups: dict[int, list[int]] = defaultdict(list)
-    for document, length in enumerate(lens):
-        if length:
-            groups[-(-length // BUCKET_TOKENS)].append(document)
+    starts, lens = torch.tensor(bounds[:-1]), torch.tensor(bounds).diff()
+    gathered = _gathered_rows(bounds, cp)
+    positions = packed_positions(bounds, cp, cp_rank)
+    unpad = torch.empty_like(positions)
     shapes, queries, keys, masks = [], [], [], []
-    unpad = torch.empty(local_tokens, dtype=torch.int64)
-    cells = 0
-    for _, documents in sorted(groups.items()):
-        longest = max(lens[document] for document in documents)
-        width = longest // cp
-        rows, columns, visible = [], [], []
-        for number, document in enumerate(documents):
-            length, start = lens[document], bounds[document] // cp
-            local = length // cp
-            rows.append(_padded(torch.arange(start, start + local), width))
-            columns.append(_padded(_gathered_rows(length, start, local_tokens, cp), longest))
-            unpad[start : start + local] = torch.arange(local) + cells + number * width
-            if cp > 1:
-                mine = _padded(zigzag_positions(length, cp, cp_rank), width)
-                visible.append(mine[:, None] >= torch.arange(longest))
-        shapes.append((len(documents), width, longest))
-        queries += rows
-        keys += columns
-        masks.append(torch.stack(visible)[:, None] if cp > 1 else None)
-        cells += len(documents) * width
+    first_cell = 0
+    size_class = (lens + BUCKET_TOKENS - 1) // BUCKET_TOKENS
+    for size in size_class[lens > 0].unique():
+        documents = size_class == size
+        rows = _rectangle(starts[documents] // cp, lens[documents] // cp)
+        columns = _rectangle(starts[documents], lens[documents])
+        real = torch.arange(rows.shape[1]) < lens[documents, None] // cp
+        unpad[rows[real]] = first_cell + real.flatten().nonzero().squeeze(1)
+        shapes.append((*rows.shape, columns.shape[1]))
+        queries.append(rows.flatten())
+        keys.append(gathered[columns].flatten())
+        masks.append(positions[rows][:, None, :, None] >= torch.arange(columns.shape[1]) if cp > 1 else None)
+        first_cell += rows.numel()
     return Buckets(tuple(shapes), torch.cat(queries), torch.cat(keys), unpad, tuple(masks))
 
 
-def _gathered_rows(length: int, start: int, local_tokens: int, cp: int) -> Tensor:
-    """[length] int64: gathered row of each position of the document that begins at local token `start` on each rank."""
-    rows = torch.empty(length, dtype=torch.int64)
-    for rank in range(cp):
-        first = rank * local_tokens + start
-        rows[zigzag_positions(length, cp, rank)] = torch.arange(first, first + length // cp)
-    return rows
+def _gathered_rows(bounds: tuple[int, ...], cp: int) -> Tensor:
+    """[bounds[-1]] int64: row of each token of the packed row after an all-gather over CP."""
+    lens = torch.tensor(bounds).diff()
+    document_start = torch.repeat_interleave(torch.tensor(bounds[:-1]), lens // cp)
+    tokens = torch.cat([document_start + packed_positions(bounds, cp, rank) for rank in range(cp)])
+    return torch.empty_like(tokens).index_copy_(0, tokens, torch.arange(len(tokens)))
 
 
-def _padded(values: Tensor, length: int) -> Tensor:
-    return torch.cat([values, values[-1:].expand(length - len(values))])
+def _rectangle(starts: Tensor, lens: Tensor) -> Tensor:
+    """[documents, max(lens)] int64: start, start + 1, ... of each document, its last token repeated as padding."""
+    return starts[:, None] + torch.minimum(torch.arange(int(lens.max())), lens[:, None] - 1)
