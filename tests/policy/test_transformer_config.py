@@ -1,5 +1,6 @@
 """HF configs to Megatron's; what is refused, and with which words."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from megatron_gspo.config.schema import Dtype
+from megatron_gspo.policy import optimizer as optimizer_module
+from megatron_gspo.policy import transformer_config as transformer_config_module
 from megatron_gspo.policy.layout import Layout
 from megatron_gspo.policy.overrides import checked_overrides
 from megatron_gspo.policy.transformer_config import gpt_arguments, moe_pattern, transformer_config
@@ -121,3 +124,11 @@ def test_free_fields_are_applied_and_names_resolved():
 def test_pipeline_layout_must_agree_with_vpp():
     with pytest.raises(ValueError, match=r"'Et\|t\|t\|tL' describes 2 virtual stages per rank, but vpp is 1"):
         _config(tiny.hf_config(), pp=2, pipeline_layout="Et|t|t|tL")
+
+
+def test_every_name_in_our_tables_is_a_field():
+    # The GPU table is not used on a CPU, and a misspelt refusal would refuse nothing.
+    fields = {field.name for field in dataclasses.fields(TransformerConfig)}
+    assert transformer_config_module._gpu(_layout()).keys() <= fields
+    assert transformer_config_module._REFUSED.keys() <= fields
+    assert optimizer_module._DERIVED.keys() <= {field.name for field in dataclasses.fields(OptimizerConfig)}
