@@ -1,4 +1,4 @@
-"""Real gloo ranks for tests: Megatron is imported once, then every rank is a fork, so eight ranks are up in a second."""
+"""Real gloo ranks for tests: Megatron is imported once, then every rank is a fork: eight are up in a second."""
 
 from __future__ import annotations
 

@@ -16,13 +16,12 @@ from megatron_gspo.rollout.control import Servers
 from megatron_gspo.rollout.sync import together
 from megatron_gspo.rollout.update_group import UpdateGroup
 
-Gather = Callable[[Bucket], Sequence[tuple[str, Tensor]]]
-"""The bucket's tensors on its sender, nothing elsewhere. Collective among the trainer ranks that hold parts of them."""
 
-
-class DistributedTransport:
+class DistributedTransport[B: Bucket]:
     """Broadcasts buckets, the same sequence on every rank, each from its sender (a global rank) to all servers.
 
+    `gather(bucket)` returns the bucket's (name, tensor) pairs on its sender and nothing elsewhere; it is a collective
+    among the trainer ranks that hold parts of them.
     `expected` is what the model consists of, HF name to shape: ValueError unless the buckets are exactly that.
     `backend` is that of the broadcasts: gloo on CPU, nccl on CUDA. `group`: all trainer ranks, takes CPU tensors.
     """
@@ -30,8 +29,8 @@ class DistributedTransport:
     def __init__(
         self,
         servers: Servers,
-        buckets: Sequence[Bucket],
-        gather: Gather,
+        buckets: Sequence[B],
+        gather: Callable[[B], Sequence[tuple[str, Tensor]]],
         *,
         expected: Mapping[str, Sequence[int]],
         backend: str,
