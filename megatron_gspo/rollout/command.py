@@ -123,7 +123,7 @@ def _environment(base: Mapping[str, str], on_cpu: bool) -> dict[str, str]:
         environment |= {
             "PYTHONPATH": os.pathsep.join(path),
             "SGLANG_USE_CPU_ENGINE": "1",
-            "OMP_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": "1",  # the server's processes are forked, and an OpenMP pool does not survive a fork
             "TORCHDYNAMO_DISABLE": "1",
         }
     return environment

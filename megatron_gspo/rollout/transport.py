@@ -104,5 +104,5 @@ class DiskTransport:
     def _load(self, path: Path, version: int) -> None:
         if dist.get_rank(self._group) != 0:
             return
-        self._servers.load_from_disk(str(path), version)
+        self._servers.load_from_disk(str(path.absolute()), version)
         shutil.rmtree(path)

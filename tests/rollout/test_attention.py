@@ -23,7 +23,7 @@ def reference(query, k_cache, v_cache, req_to_token, indices, seq_lens, new_lens
     return torch.cat(outputs)
 
 
-@pytest.mark.parametrize("chunk_elements", [1 << 15, 16], ids=["one chunk", "many chunks"])
+@pytest.mark.parametrize("chunk_elements", [1 << 14, 16], ids=["one chunk", "many chunks"])
 @pytest.mark.parametrize("new_lens", [[1, 1, 1, 1, 1], [1, 7, 3, 2, 5]], ids=["decode", "extend"])
 def test_batched_paged_attention_equals_one_sequence_at_a_time(new_lens, chunk_elements, monkeypatch):
     monkeypatch.setattr(attention, "CHUNK_ELEMENTS", chunk_elements)

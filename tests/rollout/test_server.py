@@ -160,6 +160,19 @@ def test_generation_stops_after_the_stop_token_and_keeps_it(pair):
     assert stopped.output_ids.tolist() == sample.output_ids.tolist()[:end]
 
 
+def test_an_aborted_response_says_so_and_keeps_its_tokens(pair):
+    box: list[Sample] = []
+    sampling = Sampling(max_new_tokens=400)
+    thread = threading.Thread(target=lambda: box.extend(generate(pair.fresh.url, [[1, 2]], sampling)[0]))
+    thread.start()
+    time.sleep(0.3)
+    call(pair.fresh.url, "/abort_request", {"abort_all": True}, timeout_s=10.0)
+    thread.join()
+    (sample,) = box
+    assert sample.finish is Finish.abort
+    assert len(sample.output_ids) == len(sample.logprobs) == len(sample.versions) < 400
+
+
 def test_a_request_longer_than_the_context_is_refused_with_the_servers_words(pair):
     with pytest.raises(ServerError, match=r"refused request 0-0 \(400\).*longer"):
         generate(pair.fresh.url, [[1] * (CONTEXT + 1)], Sampling(max_new_tokens=1))
@@ -279,6 +292,12 @@ def test_a_bucket_that_the_server_refuses_does_not_hang_the_sender(pair):
     assert time.monotonic() - begin < 10
 
 
+def test_all_processes_of_a_server_are_in_the_session_that_the_supervisor_kills(pair):
+    root, *others = server_processes(pair.updated)
+    assert len(others) >= 2  # scheduler and detokenizer
+    assert {os.getsid(process.pid) for process in (root, *others)} == {root.pid}
+
+
 def test_a_server_that_dies_during_an_update_fails_it_on_every_rank(pair):
     victims, weights = server_processes(pair.fresh), hf_tensors(POLICY_A)
 
@@ -324,7 +343,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path):
         server.wait_healthy()
 
 
-def test_no_process_of_a_server_outlives_a_trainer_killed_by_sigkill(tmp_path):
+def test_no_server_outlives_a_trainer_killed_by_sigkill(tmp_path):
     model = save_policy(POLICY_A, tmp_path / "a")
     program = f"""
 import pathlib, sys, time
@@ -336,7 +355,7 @@ time.sleep(600)
 """
     trainer = subprocess.Popen([sys.executable, "-c", program])
     tree: list[psutil.Process] = []
-    while len(tree) < 4:  # the supervisor, the server, and the processes that it spawns
+    while len(tree) < 2:  # the supervisor and the server
         time.sleep(0.1)
         assert trainer.poll() is None
         tree = psutil.Process(trainer.pid).children(recursive=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 # Bounds the padded copy of keys and values, and the scores, of one call: B x E x L. Small enough to stay in the cache.
-CHUNK_ELEMENTS = 1 << 15
+CHUNK_ELEMENTS = 1 << 14
 
 
 def decode(
@@ -86,22 +86,27 @@ def paged_attention(
         position = torch.arange(int(lens.max()))
         step = torch.arange(int(news.max()))
         slots = req_to_token[req_pool_indices[chunk], : len(position)].long()
-        # Padding repeats the first slot: whatever lies in a stale one, a NaN included, would survive the mask (0 x
-        # NaN).
+        # Padding repeats the first slot: a NaN in a stale one would survive the mask (0 x NaN).
         slots = torch.where(position < lens, slots, slots[:, :1])
         rows = starts[chunk, None] + torch.minimum(step, news - 1)
         visible = position <= (lens - news + step)[:, :, None]
         out = scaled_dot_product_attention(
-            query[rows].transpose(1, 2),
-            k_cache[slots].to(query.dtype).transpose(1, 2),
-            v_cache[slots].to(query.dtype).transpose(1, 2),
+            _take(query, rows),
+            _take(k_cache, slots).to(query.dtype),
+            _take(v_cache, slots).to(query.dtype),
             attn_mask=visible[:, None],
             enable_gqa=query.shape[1] != k_cache.shape[1],
             scale=scale,
         )
         real = step < news
-        output[rows[real]] = out.transpose(1, 2)[real]
+        output.index_copy_(0, rows[real], out.transpose(1, 2)[real])
     return output
+
+
+def _take(source: Tensor, index: Tensor) -> Tensor:
+    """source [rows, heads, D], index [B, L] -> [B, heads, L, D]. `index_select` copies five times as fast as `[]`."""
+    taken = source.index_select(0, index.reshape(-1))
+    return taken.view(*index.shape, *source.shape[1:]).transpose(1, 2)
 
 
 def _chunks(seq_lens: Tensor, new_lens: Tensor) -> Iterator[Tensor]:

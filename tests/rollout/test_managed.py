@@ -1,0 +1,65 @@
+"""Starting and waiting, with a small program in the server's place; the real one is in test_server.py."""
+
+import multiprocessing
+import sys
+from contextlib import contextmanager
+
+import pytest
+
+from megatron_gspo.config.schema import ServerConfig
+from megatron_gspo.rollout import server as server_module
+from megatron_gspo.rollout.server import ManagedServer, ServerFailed
+
+
+@pytest.fixture
+def start(monkeypatch, tmp_path):
+    def start(program: str, timeout_s: float = 60.0) -> ManagedServer:
+        command = [sys.executable, "-c", program]
+        monkeypatch.setattr(server_module, "launch_command", lambda *args, **options: (command, {}))
+        config = ServerConfig(start_timeout_s=timeout_s)
+        log = tmp_path / "logs" / "server.log"
+        server = ManagedServer("/models/policy", config, log_path=log, on_cpu=False, context_length=64)
+        server.start()
+        return server
+
+    return start
+
+
+@contextmanager
+def closing_server(server: ManagedServer):
+    try:
+        yield
+    finally:
+        server.stop()
+
+
+def test_a_server_that_dies_is_reported_at_once_with_its_last_words(start):
+    server = start("for i in range(99): print('line', i, flush=True)\nraise SystemExit('out of memory')")
+    with pytest.raises(ServerFailed) as error:
+        server.wait_healthy()
+    text = str(error.value)
+    assert "ended with exit code 1" in text
+    assert "server.log:" in text and "line 98\n" in text and "out of memory" in text
+    assert "line 60\n" not in text
+
+
+def test_a_server_that_never_gets_healthy_is_reported_with_the_key_to_raise(start):
+    server = start("import time; print('loading'); time.sleep(60)", timeout_s=0.5)
+    with closing_server(server), pytest.raises(ServerFailed, match=r"(?s)start_timeout_s=0.5 s.*server.log"):
+        server.wait_healthy()
+    assert server.poll() is not None
+
+
+def test_waiting_ends_when_the_one_who_asked_is_gone(start):
+    server = start("import time; time.sleep(60)")
+    ours, theirs = multiprocessing.Pipe()
+    theirs.close()
+    with closing_server(server), pytest.raises(EOFError):
+        server.wait_healthy(watch=ours)
+
+
+def test_stopping_twice_is_harmless(start):
+    server = start("import time; time.sleep(60)")
+    server.stop()
+    server.stop()
+    assert server.poll() is not None
