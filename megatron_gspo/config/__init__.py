@@ -13,6 +13,7 @@ from megatron_gspo.config.objectives import (
     SftConfig,
 )
 from megatron_gspo.config.problem import Problem, RecipeError, suggest
+from megatron_gspo.config.resume import check_resume
 from megatron_gspo.config.schema import (
     BatchConfig,
     DataConfig,
@@ -65,6 +66,7 @@ __all__ = [
     "SyncConfig",
     "Transport",
     "WandbConfig",
+    "check_resume",
     "effective_yaml",
     "load_recipe",
     "objective_formula",

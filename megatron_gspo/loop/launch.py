@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_gspo.config import Problem, Recipe, RecipeError, effective_yaml, validate
+from megatron_gspo.config import Problem, Recipe, RecipeError, check_resume, effective_yaml, load_recipe, validate
 from megatron_gspo.loop.environment import Environment, read_environment
 
 RECIPE_NAME = "recipe.yaml"
@@ -33,9 +33,15 @@ def main(recipe: Recipe, resume: bool) -> int:
 
 
 def prepare_run_dir(recipe: Recipe, resume: bool) -> None:
-    """Create the run folder and write the effective recipe; a folder in use is refused without `resume`."""
+    """Create the run folder and write the effective recipe.
+
+    Raises RecipeError for a folder in use without `resume`, and with it for a recipe that would not continue that run.
+    """
     folder = Path(recipe.run.dir)
-    if not resume and (folder / RECIPE_NAME).exists():
+    kept = folder / RECIPE_NAME
+    if resume and kept.exists():
+        check_resume(load_recipe(kept), recipe)
+    elif kept.exists():
         raise RecipeError(
             [
                 Problem(
@@ -48,7 +54,7 @@ def prepare_run_dir(recipe: Recipe, resume: bool) -> None:
             recipe.sources,
         )
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    (folder / RECIPE_NAME).write_text(effective_yaml(recipe))
+    kept.write_text(effective_yaml(recipe))
 
 
 def _free_port() -> int:
