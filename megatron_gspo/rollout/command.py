@@ -29,8 +29,7 @@ UNSUPPORTED = {
     for name in ("dp_size", "data_parallel_size", "pp_size", "pipeline_parallel_size")
 }
 
-# Of a torchrun or srun launch around the trainer; the server builds a process group of its own and must not join that
-# one.
+# Of a torchrun or srun launch around the trainer, whose process group the server must not join.
 TRAINER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 # Sequences decoded together on CPU: the tokens per second of small models grow up to about here.

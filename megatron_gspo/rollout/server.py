@@ -44,8 +44,10 @@ class ManagedServer:
         context_length: int,
         host: str = "127.0.0.1",
     ):
-        self._port = config.port or _free_port(host)
-        self.url = f"http://{host}:{self._port}"
+        if not (Path(model_path) / "config.json").is_file():
+            raise ValueError(f"policy.hf={model_path}: no config.json there; give the directory of an HF checkpoint")
+        port = config.port or _free_port(host)
+        self.url = f"http://{host}:{port}"
         self.log_path = log_path
         self._on_cpu = on_cpu
         self._timeout_s = config.start_timeout_s
@@ -53,7 +55,7 @@ class ManagedServer:
             model_path,
             config,
             host=host,
-            port=self._port,
+            port=port,
             on_cpu=on_cpu,
             context_length=context_length,
             environment=os.environ,
@@ -62,8 +64,7 @@ class ManagedServer:
         self._started_at = 0.0
 
     def start(self) -> None:
-        """Start the server and return at once. Raises RuntimeError on a CPU with another SGLang than the plugin
-        knows."""
+        """Start the server and return at once. Raises RuntimeError on CPU with an SGLang that the plugin does not know."""
         assert self._process is None, f"the server at {self.url} was started before"
         if self._on_cpu:
             check_version()

@@ -1,5 +1,4 @@
-"""The process group of one sending trainer rank (rank 0 of it) and all server ranks, over which weights are
-broadcast."""
+"""The process group over which one trainer rank, rank 0 of it, broadcasts weights to all server ranks."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ def start(monkeypatch, tmp_path):
         monkeypatch.setattr(server_module, "launch_command", lambda *args, **options: (command, {}))
         config = ServerConfig(start_timeout_s=timeout_s)
         log = tmp_path / "logs" / "server.log"
-        server = ManagedServer("/models/policy", config, log_path=log, on_cpu=False, context_length=64)
+        (tmp_path / "config.json").write_text("{}")
+        server = ManagedServer(tmp_path, config, log_path=log, on_cpu=False, context_length=64)
         server.start()
         return server
 
@@ -63,3 +64,8 @@ def test_stopping_twice_is_harmless(start):
     server.stop()
     server.stop()
     assert server.poll() is not None
+
+
+def test_a_directory_without_a_model_is_refused_before_anything_starts(tmp_path):
+    with pytest.raises(ValueError, match=r"policy.hf=.*nowhere: no config.json"):
+        ManagedServer(tmp_path / "nowhere", ServerConfig(), log_path=tmp_path / "log", on_cpu=True, context_length=64)
