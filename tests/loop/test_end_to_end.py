@@ -19,6 +19,7 @@ from megatron_gspo.batch.record import read_index, read_rows
 from megatron_gspo.config import ServerConfig
 from megatron_gspo.loop.state import whole_checkpoints
 from megatron_gspo.rollout.control import Servers
+from megatron_gspo.rollout.probe import server_logprobs
 from megatron_gspo.rollout.server import ManagedServer
 
 pytestmark = pytest.mark.server
@@ -115,12 +116,19 @@ def test_stop_resume_export_and_a_fresh_server(policy, server, tmp_path):
     theirs, recorded = transformers_logprobs(policy, run_dir / "rollouts" / "step_000003")
     assert (theirs - recorded).abs().max() > 100 * TOLERANCE
 
+    # The export says the same in transformers and in a fresh server, which holds what the old one was sent.
+    tokens = read_rows(run_dir / "rollouts" / "step_000003", [0]).tokens
     log = tmp_path / "fresh.log"
     with ManagedServer(run_dir / "hf", ServerConfig(), log_path=log, on_cpu=True, context_length=64) as fresh:
         fresh.wait_healthy()
         (expected,) = Servers([fresh.url], timeout_s=60).checksums()
+        served = server_logprobs(fresh.url, tokens.tolist(), timeout_s=60)
     (found,) = Servers([server.url], timeout_s=60).checksums()
     assert found == expected
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "hf", dtype=torch.float32)
+    with torch.no_grad():
+        logp = model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+    assert (served - logp).abs().max() < TOLERANCE
 
 
 def test_a_managed_run_leaves_no_process(policy, tmp_path):
