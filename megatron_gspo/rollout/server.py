@@ -64,7 +64,7 @@ class ManagedServer:
         self._started_at = 0.0
 
     def start(self) -> None:
-        """Start the server and return at once. On CPU, raises RuntimeError for an SGLang that the plugin does not know."""
+        """Start the server and return at once. On CPU, RuntimeError for an SGLang that the plugin does not know."""
         assert self._process is None, f"the server at {self.url} was started before"
         if self._on_cpu:
             check_version()
