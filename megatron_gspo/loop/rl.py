@@ -60,6 +60,11 @@ def train(run: Run, state: RunState, old_logp: Tensor | None) -> RunState:
 def _step(run: Run, state: RunState, old_logp: Tensor | None) -> tuple[RunState, Tensor | None]:
     """One step from `state`; left early, it returns the state to continue from and the old log-probabilities."""
     span = run.report.span
+    if state.record and not Path(state.record).exists():
+        raise ValueError(
+            f"step {state.step} was left after {state.mini_batch} mini-batches and its rollouts {state.record} are "
+            "gone: restore the folder, or remove the newest checkpoint to repeat the step from its beginning"
+        )
     with span("rollout"):
         batch = run.source.fetch(state.step, state.weight_version)
     if batch is None:

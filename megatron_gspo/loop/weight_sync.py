@@ -19,6 +19,7 @@ from megatron_gspo.rollout.probe import check_probe, server_logprobs
 from megatron_gspo.rollout.sync import WeightSync, together
 from megatron_gspo.rollout.transport import DiskTransport, DistributedTransport
 from megatron_gspo.weights.export import ExportPlan, buckets, gather
+from megatron_gspo.weights.load import checkpoint_shapes
 from megatron_gspo.weights.save import save_hf
 
 MIB = 1024**2
@@ -48,7 +49,7 @@ def make_weight_sync(
             servers,
             buckets(export, config.bucket_mb * MIB),
             gather,
-            expected={tensor.name: tensor.shape for tensor in export.tensors},
+            expected=checkpoint_shapes(recipe.policy.hf, export.binding),
             backend="nccl" if device.type == "cuda" else "gloo",
             group=control,
         )

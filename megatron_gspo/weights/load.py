@@ -74,6 +74,19 @@ def load_hf(directory: str | Path, binding: Binding, progress: Callable[[int, in
     return LoadReport(len(binding.bound), len(tensors), size_bytes, dict(conversions))
 
 
+def checkpoint_shapes(directory: str | Path, binding: Binding) -> dict[str, tuple[int, ...]]:
+    """Name and shape, as the headers in `directory` say, of every HF tensor in the spelling that is exported.
+
+    A server that loaded `directory` has exactly these; it would take any other name without a word. Raises as `load_hf`.
+    """
+    with HFCheckpoint(directory) as checkpoint:
+        places = [place for row in _places(checkpoint, binding) for place in row]
+        return {
+            place.tensor.name: checkpoint.shape(place.name) if place.expert is None else place.tensor.shape
+            for place in places
+        }
+
+
 def _read(checkpoint: HFCheckpoint, place: _Place, piece: Piece) -> torch.Tensor:
     part = checkpoint.read(place.name, place.region(piece.take))
     for duplicate in place.tensor.duplicates:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -127,6 +128,16 @@ def test_a_stopped_run_ends_with_the_same_numbers(looks, tmp_path, checkpoint, r
     assert len(untouched) >= STEPS - 2
     for step in untouched:
         assert metrics[step] == expected_metrics[step]
+
+
+def test_half_a_step_without_its_rollouts_is_refused(tmp_path, checkpoint, records):
+    moved = tmp_path / "records"
+    shutil.copytree(records, moved)
+    path = recipe_file(tmp_path, checkpoint, moved, tmp_path / "run")
+    run_ranks(2, lambda: run_once(path, resume=False, look=1))
+    shutil.rmtree(moved / "step_000000")
+    with pytest.raises(AssertionError, match=r"step 0 was left after 1 mini-batches and its rollouts .* are gone"):
+        run_ranks(2, lambda: run_once(path, resume=True, look=None))
 
 
 def test_another_layout_is_refused_by_name(tmp_path, checkpoint, records):
