@@ -77,7 +77,7 @@ def load_hf(directory: str | Path, binding: Binding, progress: Callable[[int, in
 def checkpoint_shapes(directory: str | Path, binding: Binding) -> dict[str, tuple[int, ...]]:
     """Name and shape, as the headers in `directory` say, of every HF tensor in the spelling that is exported.
 
-    A server that loaded `directory` has exactly these; it would take any other name without a word. Raises as `load_hf`.
+    A server that loaded `directory` has exactly these; it would take any other name in silence. Raises as `load_hf`.
     """
     with HFCheckpoint(directory) as checkpoint:
         places = [place for row in _places(checkpoint, binding) for place in row]

@@ -19,7 +19,7 @@ from megatron_gspo.batch.shard import zigzag_positions
 from megatron_gspo.config.schema import LayoutConfig
 from megatron_gspo.weights.bind import bind
 from megatron_gspo.weights.export import buckets, gather, plan_export
-from megatron_gspo.weights.load import load_hf
+from megatron_gspo.weights.load import checkpoint_shapes, load_hf
 from tests.ranks import run_ranks
 from tests.weights.models import built, write_checkpoint
 
@@ -89,7 +89,9 @@ def on_rank(cases: Sequence[Case], checkpoints: dict[str, Path]) -> list[tuple[l
             logits = [
                 logits.numpy() for logits in full_logits(model, layout)
             ]  # torch pickles handles that end with the rank
-            results.append((logits, sent_equal(directory, plan_export(binding))))
+            plan = plan_export(binding)
+            assert checkpoint_shapes(directory, binding) == {tensor.name: tensor.shape for tensor in plan.tensors}
+            results.append((logits, sent_equal(directory, plan)))
     return results
 
 
