@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_gspo.policy.transformer_config import is_moe
+from megatron_gspo.weights.families.qwen3_moe import num_experts, sparse_layers
+
 
 def active_parameters(hf_config: dict[str, Any]) -> int:
     """Parameters that a token multiplies with: without the embedding, with the output layer. Qwen3 and Qwen3-MoE."""
@@ -12,20 +15,13 @@ def active_parameters(hf_config: dict[str, Any]) -> int:
     head_dim = hf_config.get("head_dim") or hidden // heads
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
     dense = 3 * hidden * hf_config["intermediate_size"]
-    experts = hf_config.get("num_experts")
-    if experts:
-        routed = 3 * hidden * hf_config["moe_intermediate_size"] * hf_config["num_experts_per_tok"] + hidden * experts
-        sparse_layers = sum(is_sparse_layer(hf_config, layer) for layer in range(layers))
-    else:
-        routed, sparse_layers = 0, 0
-    mlp = sparse_layers * routed + (layers - sparse_layers) * dense
+    routed, sparse = 0, 0
+    if is_moe(hf_config):
+        active, experts = hf_config["num_experts_per_tok"], num_experts(hf_config)
+        routed = 3 * hidden * hf_config["moe_intermediate_size"] * active + hidden * experts
+        sparse = len(sparse_layers(hf_config))
+    mlp = sparse * routed + (layers - sparse) * dense
     return layers * attention + mlp + hidden * hf_config["vocab_size"]
-
-
-def is_sparse_layer(hf_config: dict[str, Any], layer: int) -> bool:
-    """Whether `layer` (from 0) is an MoE layer: transformers' rule for `decoder_sparse_step` and `mlp_only_layers`."""
-    step = hf_config.get("decoder_sparse_step", 1)
-    return layer not in hf_config.get("mlp_only_layers", []) and step > 0 and (layer + 1) % step == 0
 
 
 def attention_cost(hf_config: dict[str, Any]) -> float:

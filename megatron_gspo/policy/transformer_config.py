@@ -16,6 +16,7 @@ from megatron_gspo.config.schema import Dtype, PolicyConfig
 from megatron_gspo.policy.cpu import on_gpu
 from megatron_gspo.policy.layout import Layout
 from megatron_gspo.policy.overrides import checked_overrides
+from megatron_gspo.weights.families.qwen3_moe import num_experts, sparse_layers
 
 TORCH_DTYPE = {Dtype.bf16: torch.bfloat16, Dtype.fp32: torch.float32}
 
@@ -64,18 +65,13 @@ def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
 
 def is_moe(hf: dict[str, Any]) -> bool:
     """Whether the HF config describes a mixture of experts."""
-    return num_experts(hf) > 0
-
-
-def num_experts(hf: dict[str, Any]) -> int:
-    """Number of experts per MoE layer, 0 for a dense model. transformers 5 writes `num_local_experts`."""
-    return hf.get("num_experts") or hf.get("num_local_experts") or 0
+    return bool(hf.get("num_experts") or hf.get("num_local_experts"))
 
 
 def moe_pattern(hf: dict[str, Any]) -> list[int]:
-    """[num_hidden_layers], 1 where the layer is a mixture of experts, as HF's Qwen3MoeDecoderLayer decides it."""
-    step, dense = hf.get("decoder_sparse_step", 1), set(hf.get("mlp_only_layers") or ())
-    return [int(layer not in dense and (layer + 1) % step == 0) for layer in range(hf["num_hidden_layers"])]
+    """[num_hidden_layers], 1 where the layer is a mixture of experts."""
+    sparse = sparse_layers(hf)
+    return [int(layer in sparse) for layer in range(hf["num_hidden_layers"])]
 
 
 def rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
