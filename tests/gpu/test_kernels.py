@@ -1,0 +1,100 @@
+"""What this project computes itself on the GPU: log-probabilities, segment sums, and the memory that they take."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_gspo.objective.ratio import segment_sum
+from megatron_gspo.policy.logprob import LogprobContext, linear_logprob
+from tests.gpu.process import GPU, in_process, one_rank
+from tests.policy.test_logprob import TEMPERATURE, _inputs, _reference
+
+pytestmark = pytest.mark.gpu
+
+VOCAB, PADDED = 50, 64
+# Lengths of the segments in tokens: empty ones first, last and in a row; more than one piece; the last 7 tokens are in
+# none of them.
+SEGMENTS = (0, 3, 0, 0, 70_001, 256, 1, 0)
+
+
+def logprob(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Log-probabilities, entropies, and the gradients of hidden states and weight, on the CPU."""
+    with one_rank() as device:
+        hidden, weight, labels, logp_scale, entropy_scale = (tensor.to(device) for tensor in _inputs(VOCAB, PADDED))
+        hidden, weight = (tensor.to(dtype).requires_grad_() for tensor in (hidden, weight))
+        context = LogprobContext(labels, TEMPERATURE, VOCAB, dist.group.WORLD, chunk_tokens=10)
+        logp, entropy = linear_logprob(hidden, weight, context)
+        (logp * logp_scale.float() + entropy * entropy_scale.float()).sum().backward()
+        assert hidden.grad is not None and weight.grad is not None
+        return tuple(tensor.detach().cpu() for tensor in (logp, entropy, hidden.grad, weight.grad))
+
+
+def test_log_probabilities_are_those_of_float64():
+    found = in_process(logprob, torch.float32, environment=GPU)
+    for ours, theirs in zip(found, _reference(VOCAB, PADDED), strict=True):
+        assert theirs is not None
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_bf16_rounds_inputs_and_gradients_only():
+    logp, entropy, _, grad_weight = in_process(logprob, torch.bfloat16, environment=GPU)
+    expected_logp, _, _, expected_grad = _reference(VOCAB, PADDED)
+    assert logp.dtype == entropy.dtype == torch.float32 and grad_weight.dtype == torch.bfloat16
+    # A logit of size 10 rounded to bf16 is off by up to 0.04, over the temperature 0.06.
+    torch.testing.assert_close(logp.double(), expected_logp, rtol=0, atol=0.2)
+    assert expected_grad is not None
+    assert torch.nn.functional.cosine_similarity(grad_weight.double().flatten(), expected_grad.flatten(), 0) > 0.999
+
+
+def segments(device: str) -> tuple[Tensor, Tensor]:
+    """Sums over SEGMENTS, and the gradient of the sums weighted by 1, 2, 3, ..."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(sum(SEGMENTS) + 7, generator=generator, dtype=torch.float64).to(device).requires_grad_()
+    offsets = torch.tensor([0, *SEGMENTS], device=device).cumsum(0)
+    sums = segment_sum(values, offsets)
+    (sums * torch.arange(1, len(SEGMENTS) + 1, device=device)).sum().backward()
+    assert values.grad is not None
+    return sums.detach().cpu(), values.grad.cpu()
+
+
+def test_segment_sums_are_those_of_the_cpu():
+    (sums, grad), (expected_sums, expected_grad) = in_process(segments, "cuda", environment=GPU), segments("cpu")
+    # 70,000 float64 numbers of size 1 in another order: 1e-16 x 70,000 at the very worst.
+    torch.testing.assert_close(sums, expected_sums, rtol=0, atol=1e-11)
+    assert torch.equal(grad, expected_grad)
+    assert (sums[[0, 2, 3, 7]] == 0).all() and (grad[-7:] == 0).all()
+
+
+def peak_bytes(tokens: int, vocab: int, hidden_size: int, chunk_tokens: int) -> int:
+    """Largest memory beyond inputs and their gradients while `linear_logprob` runs forward and backward in bf16."""
+    with one_rank() as device:
+        shape = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
+        hidden, weight = torch.randn(tokens, hidden_size, **shape), torch.randn(vocab, hidden_size, **shape)
+        labels = torch.randint(vocab, (tokens,), device=device)
+        context = LogprobContext(labels, 1.0, vocab, dist.group.WORLD, chunk_tokens)
+        # Once without counting: cuBLAS and NCCL take their workspaces at first use.
+        for _ in range(2):
+            hidden.grad = weight.grad = None
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            logp, entropy = linear_logprob(hidden, weight, context)
+            (logp.sum() + entropy.sum()).backward()
+            del logp, entropy
+            torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+
+def test_memory_is_that_of_one_chunk_whatever_the_number_of_tokens():
+    """On paper, in bytes per logit of a chunk: 6 while it is made (bf16, then fp32) beside 10 of the chunk before it
+    (two fp32, one bf16); per weight: 4, its gradient in fp32. All logits of 8192 tokens in fp32 are 5 GB."""
+    vocab, hidden_size, chunk_tokens = 151_936, 1024, 1024
+    bound = 16 * chunk_tokens * vocab + 4 * vocab * hidden_size
+    for tokens in (2048, 8192):
+        peak = in_process(peak_bytes, tokens, vocab, hidden_size, chunk_tokens, environment=GPU)
+        print(f"{tokens} tokens: {peak / 1e9:.2f} GB, {bound / 1e9:.2f} GB on paper")
+        # Per token: gradients of hidden states in bf16, and some numbers in fp32. 2 % for the allocator's rounding.
+        assert peak < 1.02 * bound + tokens * (2 * hidden_size + 100)
