@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import psutil
@@ -14,7 +15,8 @@ POLL_S = 0.2
 def run_watched(command: list[str], log: Path, threads: int = 1) -> dict[str, float]:
     """Run `command` with its output in `log`; returns peak resident memory in GB by process name, largest of a name.
 
-    Names are those of `process_name`. Raises RuntimeError with the end of the log when the command fails.
+    Names are those of `process_name`. `threads` is what OpenMP gets unless the command says otherwise. Raises
+    RuntimeError with the end of the log when the command fails.
     """
     peaks: dict[str, float] = {}
     with log.open("w") as sink:
@@ -27,12 +29,10 @@ def run_watched(command: list[str], log: Path, threads: int = 1) -> dict[str, fl
         try:
             while process.poll() is None:
                 _note_peaks(process.pid, peaks)
-                try:
-                    process.wait(POLL_S)
-                except subprocess.TimeoutExpired:
-                    continue
+                time.sleep(POLL_S)
         finally:
-            process.kill()
+            process.terminate()  # interrupted: a run stops its own processes
+            process.wait()
     if process.returncode:
         raise RuntimeError(f"{' '.join(command)} failed ({process.returncode}); the end of {log}:\n{_tail(log)}")
     return peaks
@@ -44,7 +44,7 @@ def process_name(command_line: list[str]) -> str:
         return command_line[command_line.index("-m") + 1]
     if any("multiprocessing" in word for word in command_line):
         return "multiprocessing"
-    return Path(command_line[0]).name if command_line else "?"
+    return Path(command_line[0]).name
 
 
 def _note_peaks(pid: int, peaks: dict[str, float]) -> None:
@@ -55,11 +55,12 @@ def _note_peaks(pid: int, peaks: dict[str, float]) -> None:
         return
     for member in family:
         try:
-            name = process_name(member.cmdline())
-            peak = _peak_gb(member.pid)
-        except (psutil.NoSuchProcess, psutil.ZombieProcess, FileNotFoundError, ProcessLookupError):
+            command_line, peak = member.cmdline(), _peak_gb(member.pid)
+        except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):  # it ended meanwhile
             continue
-        peaks[name] = max(peaks.get(name, 0.0), peak)
+        if command_line:  # of a zombie it is empty
+            name = process_name(command_line)
+            peaks[name] = max(peaks.get(name, 0.0), peak)
 
 
 def _peak_gb(pid: int) -> float:

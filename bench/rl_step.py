@@ -1,6 +1,6 @@
 """One RL step of the demo on CPU against TRL's GRPOTrainer configured as GSPO: same model, same trajectories, same run.
 
-    python -m bench.rl_step [--quick] [--out DIR]        (TRL: pip install --group bench)
+    python -m bench.rl_step [--quick] [--steps N]        (TRL: pip install --group bench)
 
 Both sides train recorded batches of fixed tokens (`bench/shapes.py`), two mini-batches a step, on the same number of
 CPU threads in all; the mean -logp that each finds for the first batch must agree. Ours runs as `megatron-gspo train`
@@ -19,14 +19,14 @@ import importlib.util
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from bench.ours import Settings, phases, train
+from bench.ours import PHASES, Settings, phases, train
 from bench.processes import run_watched
 from bench.rollout import make_texts, serve, through_our_client, through_sglangs_client
 from bench.shapes import PROMPT_TOKENS, RAGGED, SHORT, Shape, padding_share, write_records
@@ -38,7 +38,6 @@ LR, CLIP_LOW, CLIP_HIGH = 3e-4, 3e-4, 4e-4
 MAX_TOKENS = 4096  # the demo's
 TRL_ROWS = {"short": (256, 64), "ragged": (16, 64)}
 NLL_TOLERANCE = 1e-4
-PHASES = ("rollout", "pack", "score", "update", "sync", "step")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +48,13 @@ class Measured:
     steps: list[dict[str, float]]
     tokens: list[int]
     mean_nll: float  # of the first batch, under the initial policy
-    peak_gb: float  # of the largest process that trains
+    peaks_gb: dict[str, float]  # peak memory by process; the first is that of the process (or rank) that trains
     responses: list[int]  # response tokens of each step
+
+    @property
+    def peak_gb(self) -> float:
+        """Of the largest process that trains."""
+        return next(iter(self.peaks_gb.values()))
 
     def seconds(self, phase: str) -> float:
         """Median over the steps."""
@@ -82,7 +86,7 @@ def measure_ours(work: Path, shape: Shape, steps: int, workers: int, records: Pa
         steps=phases(metrics)[1:],
         tokens=[n + PROMPT_TOKENS * shape.n for n in responses][1:],
         mean_nll=metrics[0]["policy/logp_diff"],
-        peak_gb=peaks["megatron_gspo.loop.worker"],
+        peaks_gb={"rank": peaks.pop("megatron_gspo.loop.worker"), **peaks},
         responses=responses[1:],
     )
 
@@ -118,7 +122,7 @@ def measure_trl(work: Path, shape: Shape, steps: int, rows: int, records: Path |
         steps=found["steps"][1:],
         tokens=[n + PROMPT_TOKENS * shape.n for n in responses][1:],
         mean_nll=found["mean_nll"][0],
-        peak_gb=peaks["bench.trl_peer"],
+        peaks_gb={"trainer": peaks.pop("bench.trl_peer")},
         responses=responses[1:],
     )
 
@@ -144,7 +148,8 @@ def compare_training(work: Path, shape: Shape, steps: int, *, quick: bool) -> No
     for side in theirs:
         _print_training(side)
     for side in (*ours, *theirs):
-        assert abs(side.mean_nll - ours[0].mean_nll) < NLL_TOLERANCE, f"{side.side} scores the tokens otherwise"
+        if abs(side.mean_nll - ours[0].mean_nll) > NLL_TOLERANCE:
+            raise RuntimeError(f"{side.side}: mean -logp of the first batch {side.mean_nll}, ours {ours[0].mean_nll}")
     best = max(theirs, key=lambda side: side.tokens_per_s("update"))
     score = max(side.tokens_per_s("score") for side in theirs)
     for side in ours:
@@ -194,6 +199,7 @@ def compare_whole_steps(work: Path, shape: Shape, steps: int) -> None:
         speeds.append(median(n / step["step"] for n, step in zip(side.responses, side.steps, strict=True)))
         cells = "".join(f"{side.seconds(phase):>9.2f}" for phase in PHASES)
         print(f"  {side.side:32}{cells}{speeds[-1]:>20,.0f}")
+        print(f"  {'peak GB by process':32}" + ", ".join(f"{name} {gb:.2f}" for name, gb in side.peaks_gb.items()))
     if len(speeds) == 2:
         print(f"  ours / TRL, response tokens/s of the whole step: {speeds[0] / speeds[1]:.2f}x")
 
@@ -212,26 +218,28 @@ def describe_machine() -> str:
     return f"{model}, {os.cpu_count()} cores, {THREADS} threads a side, load average {load:.1f}\n{versions}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="score and update only, two measured steps")
-    parser.add_argument("--steps", type=int, default=9, help="steps per run, the first of which is left out")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench_rl_step"), help="work folder, emptied first")
-    arguments = parser.parse_args()
-    work = arguments.out.resolve()
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
+def run(work: Path, steps: int, *, quick: bool) -> None:
+    """Everything that the arguments ask for, in `work`, an empty folder."""
     command = [sys.executable, "tools/make_demo_policy.py", "--out", str(work / "policy")]
     subprocess.run(command, check=True, capture_output=True)
     print(describe_machine(), flush=True)
-    steps = 3 if arguments.quick else arguments.steps
     for shape in (SHORT, RAGGED):
-        compare_training(work, shape, steps, quick=arguments.quick)
-    if not arguments.quick:
+        compare_training(work, shape, steps, quick=quick)
+    if not quick:
         compare_rollout(work, (SHORT, RAGGED), rounds=3)
         for shape in (SHORT, RAGGED):
             compare_whole_steps(work, shape, min(steps, 5))
     print(f"load average at the end {os.getloadavg()[0]:.1f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="score and update only, two measured steps")
+    parser.add_argument("--steps", type=int, default=9, help="steps per run, the first of which is left out")
+    arguments = parser.parse_args()
+    sys.stdout.reconfigure(line_buffering=True)  # a long run, often read through a pipe
+    with tempfile.TemporaryDirectory() as work:
+        run(Path(work), 3 if arguments.quick else arguments.steps, quick=arguments.quick)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ Any key can be overridden by its dotted name, the value written as YAML:
   objective.clip_high=4e-4          a number
   policy.layout.ep=2                one key of a nested section
   rollout.urls=[http://node7:30000] a list
-  policy.megatron.moe_aux_loss_coeff=1e-3
+  policy.megatron.recompute_granularity=selective
                                     any field of Megatron's TransformerConfig
 A recipe may extend another one with `base: other.yaml`; its own keys win.
 """

@@ -57,13 +57,20 @@ def override_layer(override: str) -> Layer:
 
 
 def merge(layers: Sequence[Layer]) -> Layer:
-    """Later layers win. Mappings are merged key by key; anything else, lists and null included, is replaced whole."""
+    """Later layers win. Mappings are merged key by key; anything else, lists and null included, is replaced whole.
+
+    An empty mapping empties the one below. A layer that names another objective replaces the whole section: the keys
+    below belong to an objective that is no longer there.
+    """
     values: dict[str, Any] = {}
     sources: dict[str, Source] = {}
     for layer in layers:
+        if _names_another_objective(values, layer.values):
+            values = values | {"objective": {}}
+            sources = {name: where for name, where in sources.items() if not name.startswith("objective.")}
         values = _merge(values, layer.values)
         for name, source in layer.sources.items():
-            if name and not isinstance(_get(values, name), dict):
+            if name and (not isinstance(_get(values, name), dict) or not _get(values, name)):
                 sources = {old: where for old, where in sources.items() if not old.startswith(f"{name}.")}
             sources[name] = source
     return Layer(values, sources)
@@ -104,8 +111,13 @@ def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(below)
     for name, value in above.items():
         old = merged.get(name)
-        merged[name] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        merged[name] = _merge(old, value) if value and isinstance(old, dict) and isinstance(value, dict) else value
     return merged
+
+
+def _names_another_objective(below: Mapping[str, Any], above: Mapping[str, Any]) -> bool:
+    old, new = (layer.get("objective") for layer in (below, above))
+    return isinstance(old, dict) and isinstance(new, dict) and new.get("name", old.get("name")) != old.get("name")
 
 
 def _get(values: Any, path: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from megatron_gspo.config.problem import Problem, RecipeError
-from megatron_gspo.config.schema import Recipe
+from megatron_gspo.config.schema import Recipe, Schedule
 
 # Keys, or whole sections, that may differ from the recipe that the run was started with.
 FREE = (
@@ -49,6 +49,17 @@ def check_resume(started: Recipe, resumed: Recipe) -> None:
         for key in changed
         if not any(key == free or key.startswith(f"{free}.") for free in FREE)
     ]
+    optimizer = resumed.policy.optimizer
+    decays = optimizer.schedule is not Schedule.constant and optimizer.decay_steps is None
+    if decays and started.run.steps != resumed.run.steps:
+        problems.append(
+            Problem(
+                key="run.steps",
+                value=resumed.run.steps,
+                reason=f"the run was started with {started.run.steps}, to which the learning rate decays",
+                hint="set it back, or start a new run with policy.optimizer.decay_steps",
+            )
+        )
     if problems:
         raise RecipeError(problems, resumed.sources)
 

@@ -16,6 +16,7 @@ class Environment:
     local_rank: int
     master_addr: str
     master_port: int
+    num_nodes: int = 1
     restart_count: int = 0
 
 
@@ -24,6 +25,12 @@ def _integer(variables: Mapping[str, str], name: str) -> int:
     if not value.isdigit():
         raise ValueError(f"environment variable {name} is {value!r}; expected a non-negative integer")
     return int(value)
+
+
+def _num_nodes(variables: Mapping[str, str]) -> int:
+    if "LOCAL_WORLD_SIZE" in variables:
+        return -(-_integer(variables, "WORLD_SIZE") // max(1, _integer(variables, "LOCAL_WORLD_SIZE")))
+    return _integer(variables, "SLURM_NNODES") if "SLURM_NNODES" in variables else 1
 
 
 def read_environment(variables: Mapping[str, str] = os.environ) -> Environment | None:
@@ -42,11 +49,12 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment |
     if missing:
         raise ValueError(
             f"environment variables {', '.join(missing)} are not set although {names['rank']} is; torchrun sets them, "
-            "and slurm/train.sbatch exports MASTER_ADDR and MASTER_PORT"
+            "and under srun the job script has to export MASTER_ADDR and MASTER_PORT"
         )
     return Environment(
         **{field: _integer(variables, name) for field, name in names.items()},
         master_addr=variables["MASTER_ADDR"],
         master_port=_integer(variables, "MASTER_PORT"),
+        num_nodes=_num_nodes(variables),
         restart_count=_integer(variables, "SLURM_RESTART_COUNT") if "SLURM_RESTART_COUNT" in variables else 0,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -10,10 +11,21 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_gspo.config import Problem, Recipe, RecipeError, check_resume, effective_yaml, load_recipe, validate
+from megatron_gspo.config import (
+    Engine,
+    Problem,
+    Recipe,
+    RecipeError,
+    check_resume,
+    effective_yaml,
+    load_recipe,
+    validate,
+)
 from megatron_gspo.loop.environment import Environment, read_environment
 
 RECIPE_NAME = "recipe.yaml"
+LAST_WORDS = 30  # lines of a failed rank's log that are shown
+ECHO_S = 1.0  # within which the ranks that wait for a failed one fail too: the lowest may know the cause
 
 
 def main(recipe: Recipe, resume: bool) -> int:
@@ -23,6 +35,8 @@ def main(recipe: Recipe, resume: bool) -> int:
     """
     environment = read_environment()
     validate(recipe, environment.world_size if environment else recipe.run.workers)
+    if environment:
+        check_reach(recipe, environment)
     if environment is None or environment.rank == 0:
         prepare_run_dir(recipe, resume)
     if environment is None:
@@ -30,6 +44,18 @@ def main(recipe: Recipe, resume: bool) -> int:
     from megatron_gspo.loop.worker import run
 
     return run(recipe, environment, resume)
+
+
+def check_reach(recipe: Recipe, environment: Environment) -> None:
+    """Raise RecipeError for a managed server that ranks on other nodes could not reach."""
+    if recipe.rollout and recipe.rollout.engine is Engine.managed and environment.num_nodes > 1:
+        problem = Problem(
+            key="rollout.engine",
+            value=recipe.rollout.engine.value,
+            reason=f"the trainer spans {environment.num_nodes} nodes, a managed server is reachable on rank 0's alone",
+            hint="start servers yourself and set rollout.engine: external and rollout.urls",
+        )
+        raise RecipeError([problem], recipe.sources)
 
 
 def prepare_run_dir(recipe: Recipe, resume: bool) -> None:
@@ -114,12 +140,13 @@ def _watch(workers: list[subprocess.Popen], logs: list[Path]) -> int:
     try:
         while True:
             codes = [worker.poll() for worker in workers]
-            failed = [rank for rank, code in enumerate(codes) if code]
-            if failed:
-                rank = failed[0]
-                print(f"[train] rank {rank} failed with exit code {codes[rank]}; the end of {logs[rank]}:")
-                print("".join(logs[rank].read_text().splitlines(keepends=True)[-30:]), flush=True)
-                return codes[rank] or 1
+            if any(codes):
+                time.sleep(ECHO_S)
+                failed = [rank for rank, worker in enumerate(workers) if worker.poll()]
+                for rank in failed[:2]:
+                    print(f"[train] rank {rank} failed with exit code {workers[rank].returncode}; see {logs[rank]}:")
+                    print("".join(logs[rank].read_text().splitlines(keepends=True)[-LAST_WORDS:]), flush=True)
+                return max(1, *(workers[rank].returncode for rank in failed))
             if all(code == 0 for code in codes):
                 return 0
             time.sleep(0.1)
@@ -128,9 +155,10 @@ def _watch(workers: list[subprocess.Popen], logs: list[Path]) -> int:
 
 
 def _end(workers: list[subprocess.Popen], patience_s: float = 10.0) -> None:
+    # Whole sessions: a rank that fails leaves the sampling process and Megatron's checkpoint writer behind.
     for worker in workers:
-        if worker.poll() is None:
-            worker.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(worker.pid, signal.SIGKILL)
     deadline = time.monotonic() + patience_s
     for worker in workers:
         worker.wait(timeout=max(0.1, deadline - time.monotonic()))

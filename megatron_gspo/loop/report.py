@@ -82,7 +82,7 @@ class StepReport:
                 "policy/lr": lrs[-1],
                 "policy/updates": float(len(applied)),
                 "policy/skipped_updates": float(len(applied) - sum(applied)),
-                "perf/tokens_per_s": tokens / seconds["time/step"],
+                "perf/tokens_per_s": tokens / (seconds["time/step"] - seconds.get("time/save", 0.0)),
                 "perf/padding": _padding_share(cuts, tokens, layout.dp),
                 "perf/peak_memory_gb": _peak_memory_gb(),
                 "run/weight_version": float(weight_version),

@@ -51,7 +51,8 @@ def train(run: Run, state: RunState, old_logp: Tensor | None) -> RunState:
         if state.mini_batch or state == before:
             break
         if run.recipe.run.save_every and state.step % run.recipe.run.save_every == 0:
-            run.save(state, None)
+            with run.report.span("save"):  # counts to the step that comes next
+                run.save(state, None)
     if not is_saved(Path(run.recipe.run.dir), state):
         run.save(state, old_logp)
     return state

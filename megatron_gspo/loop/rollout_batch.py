@@ -65,11 +65,17 @@ class BatchSampler:
         _check_versions(rollout, weight_version)
         write_record(record, rollout.index, rollout.trajectories, self._describe(prompts, rollout))
         seconds = time.monotonic() - started
-        for failure in rollout.failures:
-            print(f"[reward] prompt {prompts[failure.prompt].id} failed:\n{failure.trace}", flush=True)
+        if rollout.failures:
+            first = rollout.failures[0]
+            print(
+                f"[reward] step {step}: {len(rollout.failures)} rewards failed and count as 0; the first, of response "
+                f"{first.response} to prompt {prompts[first.prompt].id}:\n{first.trace}",
+                flush=True,
+            )
         return {
             "rollout/tokens_per_s": float(rollout.index.response_lens.sum()) / seconds,
             "reward/errors": float(len(rollout.failures)),
+            "data/dropped_prompts": float(self._source.dropped),
         }
 
     async def _sample(

@@ -24,7 +24,14 @@ class SamplerFailed(RuntimeError):
 class SamplerHandle:
     """Rank 0's end of the pipe to the sampling process."""
 
-    def __init__(self, recipe: Recipe, *, on_cpu: bool, on_progress: Callable[[int, int], None]):
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        on_cpu: bool,
+        on_progress: Callable[[int, int], None],
+        on_stat: Callable[[str, float], None],
+    ):
         # spawn: the process must not inherit the trainer's torch.distributed state
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
@@ -32,7 +39,7 @@ class SamplerHandle:
         self._process.start()
         theirs.close()
         self._on_progress = on_progress
-        self.stats: dict[str, float] = {}
+        self._on_stat = on_stat
 
     def wait_ready(self) -> list[str]:
         """Block until the servers are healthy; returns their URLs. Raises SamplerFailed."""
@@ -42,8 +49,8 @@ class SamplerHandle:
         """Sample the batch of `step` into `record`; False when `expired()` turns true first. Raises SamplerFailed."""
         self._pipe.send({"sample": step, "weight_version": weight_version, "record": str(record)})
         reply = self._receive("recorded", expired)
-        if reply:
-            self.stats = reply["stats"]
+        for name, value in reply.get("stats", {}).items():
+            self._on_stat(name, value)
         return bool(reply)
 
     def close(self) -> None:
@@ -75,9 +82,10 @@ class SamplerHandle:
 
 
 def _main(recipe: Recipe, on_cpu: bool, pipe: Connection) -> None:
-    # Stop signals are the trainer's to act on; this process ends when the pipe closes.
+    # Stop signals are the trainer's to act on; this process ends when the pipe closes. They are handled by doing
+    # nothing rather than ignored, for the server's supervisor would inherit that, and is stopped by SIGTERM.
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda *_: None)
     try:
         _serve(recipe, on_cpu, pipe)
     except (EOFError, BrokenPipeError):

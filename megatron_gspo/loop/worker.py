@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 from contextlib import ExitStack
 from datetime import timedelta
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_gspo.config import Recipe, load_recipe
+from megatron_gspo.config import Engine, Recipe, load_recipe
 from megatron_gspo.loop.environment import Environment, read_environment
 from megatron_gspo.loop.report import StepReport
 from megatron_gspo.loop.rl import Run, train
@@ -108,8 +109,16 @@ def train_and_export(
         report.say(f"stopped before step {state.step + 1} of {recipe.run.steps}; continue with --resume")
     elif recipe.run.export_hf:
         sync_parameters(chunks)
+        _clear(run_dir / "hf", control)
         save_hf(run_dir / "hf", export, policy.hf)
         report.say(f"trained policy: {run_dir / 'hf'}")
+
+
+def _clear(export: Path, control: dist.ProcessGroup) -> None:
+    """Remove the export of the same run at an earlier end; the checkpoint on disk is newer. Collective."""
+    if dist.get_rank(control) == 0 and export.exists():
+        shutil.rmtree(export)
+    dist.barrier(control)
 
 
 def _init_distributed(recipe: Recipe, environment: Environment) -> torch.device:
@@ -141,8 +150,9 @@ def _hf_config(directory: str) -> dict:
 def _start_sampler(recipe: Recipe, report: StepReport) -> SamplerHandle | None:
     if recipe.rollout is None or recipe.rollout.replay:
         return None
-    report.say(f"starting the sampling process and its server; logs in {recipe.run.dir}/logs")
-    return SamplerHandle(recipe, on_cpu=not cpu.on_gpu(), on_progress=report.sampling)
+    servers = "its server" if recipe.rollout.engine is Engine.managed else f"connecting to {recipe.rollout.urls}"
+    report.say(f"starting the sampling process and {servers}; logs in {recipe.run.dir}/logs")
+    return SamplerHandle(recipe, on_cpu=not cpu.on_gpu(), on_progress=report.sampling, on_stat=report.scalar)
 
 
 def _make_source(

@@ -29,6 +29,7 @@ class Row:
 ROWS = (
     Row("reward", "reward/mean"),
     Row("exact match", "reward/exact"),
+    Row("rewards that failed, a step", "reward/errors", ".1f"),
     Row("loss", "objective/loss", ".4f"),
     Row("response length (tokens)", "response/length", ".1f"),
     Row("clip fraction", "objective/clip_fraction"),

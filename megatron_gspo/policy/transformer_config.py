@@ -41,7 +41,13 @@ def transformer_config(hf: dict[str, Any], policy: PolicyConfig, layout: Layout)
     if is_moe(hf):
         defaults |= _moe_defaults()
     overrides = checked_overrides(TransformerConfig, policy.megatron, reasons, "policy.megatron")
-    config = TransformerConfig(**(defaults | fixed | overrides))
+    fields = defaults | fixed | overrides
+    if fields.get("moe_aux_loss_coeff") and fields["moe_router_load_balancing_type"] == "none":
+        raise ValueError(
+            f"policy.megatron.moe_aux_loss_coeff = {fields['moe_aux_loss_coeff']} has no effect while "
+            "moe_router_load_balancing_type is none; set policy.megatron.moe_router_load_balancing_type: aux_loss too"
+        )
+    config = TransformerConfig(**fields)
     stages = config.virtual_pipeline_model_parallel_size or 1
     if stages != layout.vpp:
         raise ValueError(

@@ -21,6 +21,7 @@ TAIL_LINES = 30
 POLL_S = 0.1
 # On a GPU the server releases its resources in order, in about 5 s; on a CPU there is nothing worth waiting for.
 STOP_GRACE_S = {"cuda": 20.0, "cpu": 0.0}
+STOP_TIMEOUT_S = 10.0  # beyond the grace
 
 
 class ServerFailed(RuntimeError):
@@ -50,6 +51,7 @@ class ManagedServer:
         self.url = f"http://{host}:{port}"
         self.log_path = log_path
         self._on_cpu = on_cpu
+        self._grace_s = STOP_GRACE_S["cpu" if on_cpu else "cuda"]
         self._timeout_s = config.start_timeout_s
         self._command, self._environment = launch_command(
             model_path,
@@ -69,8 +71,7 @@ class ManagedServer:
         if self._on_cpu:
             check_version()
         self._started_at = time.monotonic()
-        grace_s = STOP_GRACE_S["cpu" if self._on_cpu else "cuda"]
-        supervisor = [sys.executable, "-m", "megatron_gspo.rollout.supervise", str(os.getpid()), str(grace_s)]
+        supervisor = [sys.executable, "-m", "megatron_gspo.rollout.supervise", str(os.getpid()), str(self._grace_s)]
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
@@ -116,7 +117,11 @@ class ManagedServer:
         if self._process is None:
             return
         self._process.terminate()
-        self._process.wait()
+        try:
+            self._process.wait(self._grace_s + STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:  # SIGTERM came before the supervisor listened; the server sees it die
+            self._process.kill()
+            self._process.wait()
 
     def __enter__(self) -> ManagedServer:
         self.start()

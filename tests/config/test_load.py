@@ -200,3 +200,19 @@ def test_error_survives_pickling_between_processes(tmp_path):
     with pytest.raises(RecipeError) as info:
         load_recipe(write(tmp_path, edit(GSPO, ("steps: 10", "steps: ten"))))
     assert str(pickle.loads(pickle.dumps(info.value))) == str(info.value)
+
+
+def test_an_empty_mapping_empties_the_one_below(tmp_path):
+    (tmp_path / "low.yaml").write_text(GSPO.replace("  max_prompt", "  args: {length: 8}\n  max_prompt"))
+    path = write(tmp_path, "base: low.yaml\ndata: {source: jsonl, path: sums.jsonl, args: {}}\n")
+    recipe = load_recipe(path)
+    assert recipe.data.args == {} and recipe.data.max_prompt_tokens == 64
+
+
+def test_another_objective_leaves_the_keys_of_the_old_one_behind(tmp_path):
+    low = GSPO.replace("  name: gspo", "  name: gspo\n  clip_low: 0.1")
+    (tmp_path / "low.yaml").write_text(low)
+    path = write(tmp_path, "base: low.yaml\nobjective: {name: gspo, clip_high: 0.3}\n")
+    assert load_recipe(path).objective == GspoConfig(clip_low=0.1, clip_high=0.3)
+    dropped = ["advantage=null", "rollout=null", "reward=null", "batch.samples=1"]
+    assert load_recipe(tmp_path / "low.yaml", ["objective.name=sft", *dropped]).objective == SftConfig()

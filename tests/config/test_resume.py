@@ -49,6 +49,14 @@ def test_what_would_compute_something_else_is_refused(path, change, before):
         check_resume(load_recipe(path), load_recipe(path, [change]))
 
 
+def test_a_length_that_the_learning_rate_depends_on_is_refused(path):
+    linear = ["policy.optimizer.schedule=linear"]
+    with pytest.raises(RecipeError, match=r"run\.steps = 9: the run was started with 5, to which the learning rate"):
+        check_resume(load_recipe(path, linear), load_recipe(path, [*linear, "run.steps=9"]))
+    fixed = [*linear, "policy.optimizer.decay_steps=5"]
+    check_resume(load_recipe(path, fixed), load_recipe(path, [*fixed, "run.steps=9"]))
+
+
 def test_a_section_that_appears_or_goes_is_refused(path):
     with pytest.raises(RecipeError, match=r"policy\.ddp.*started with"):
         check_resume(load_recipe(path), load_recipe(path, ["policy.ddp.overlap_grad_reduce=true"]))

@@ -39,6 +39,7 @@ def in_process[T](fn: Callable[..., T], *args: Any, environment: dict[str, str],
         process.join()
         raise AssertionError(f"{fn.__name__} ended without an answer, exit code {process.exitcode}") from None
     finally:
+        process.join(10.0)  # as it ends by itself, it ends its own children: Megatron keeps one that writes checkpoints
         process.kill()
         process.join()
     assert ok, f"{fn.__name__} failed:\n{answer}"

@@ -34,7 +34,7 @@ advantage: {{}}
 batch: {{prompts: 4, samples: 4, mini_batches: 2, max_tokens: 512}}
 data: {{source: sort_digits, max_prompt_tokens: 32}}
 rollout: {{max_new_tokens: 12, {engine}}}
-reward: {{name: sort_digits}}
+reward: {{name: "tests.loop.rewards:letters"}} # differs between responses even of a random policy
 """
 
 

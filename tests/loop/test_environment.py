@@ -32,6 +32,15 @@ def test_torchrun_wins_inside_an_allocation():
     assert place is not None and place.world_size == 2
 
 
+def test_the_number_of_nodes():
+    variables = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **MASTER}
+    place = read_environment(variables)
+    assert place is not None and place.num_nodes == 4
+    variables = {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1", "SLURM_NNODES": "8", **MASTER}
+    place = read_environment(variables)
+    assert place is not None and place.num_nodes == 8
+
+
 def test_a_missing_address_is_named():
     with pytest.raises(ValueError, match=r"LOCAL_RANK, MASTER_ADDR, MASTER_PORT are not set although RANK is"):
         read_environment({"RANK": "0", "WORLD_SIZE": "2"})
