@@ -68,24 +68,22 @@ def test_segment_sums_are_those_of_the_cpu():
     assert (sums[[0, 2, 3, 7]] == 0).all() and (grad[-7:] == 0).all()
 
 
-def peak_bytes(tokens: int, vocab: int, hidden_size: int, chunk_tokens: int) -> int:
-    """Largest memory beyond inputs and their gradients while `linear_logprob` runs forward and backward in bf16."""
+def peak_bytes(tokens: int, vocab: int, hidden_size: int, chunk_tokens: int, device: torch.device) -> int:
+    """Largest memory beyond the inputs while `linear_logprob` runs forward and backward in bf16."""
+    hidden = torch.randn(tokens, hidden_size, device=device, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(vocab, hidden_size, device=device, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.randint(vocab, (tokens,), device=device)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    logp, entropy = linear_logprob(hidden, weight, LogprobContext(labels, 1.0, vocab, dist.group.WORLD, chunk_tokens))
+    (logp.sum() + entropy.sum()).backward()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def peaks(all_tokens: tuple[int, ...], *shape: int) -> list[int]:
     with one_rank() as device:
-        shape = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
-        hidden, weight = torch.randn(tokens, hidden_size, **shape), torch.randn(vocab, hidden_size, **shape)
-        labels = torch.randint(vocab, (tokens,), device=device)
-        context = LogprobContext(labels, 1.0, vocab, dist.group.WORLD, chunk_tokens)
-        # Once without counting: cuBLAS and NCCL take their workspaces at first use.
-        for _ in range(2):
-            hidden.grad = weight.grad = None
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            logp, entropy = linear_logprob(hidden, weight, context)
-            (logp.sum() + entropy.sum()).backward()
-            del logp, entropy
-            torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        peak_bytes(16, *shape, device)  # cuBLAS and NCCL take their workspaces at first use
+        return [peak_bytes(tokens, *shape, device) for tokens in all_tokens]
 
 
 def test_memory_is_that_of_one_chunk_whatever_the_number_of_tokens():
@@ -93,8 +91,9 @@ def test_memory_is_that_of_one_chunk_whatever_the_number_of_tokens():
     (two fp32, one bf16); per weight: 4, its gradient in fp32. All logits of 8192 tokens in fp32 are 5 GB."""
     vocab, hidden_size, chunk_tokens = 151_936, 1024, 1024
     bound = 16 * chunk_tokens * vocab + 4 * vocab * hidden_size
-    for tokens in (2048, 8192):
-        peak = in_process(peak_bytes, tokens, vocab, hidden_size, chunk_tokens, environment=GPU)
+    all_tokens = (2048, 8192)
+    found = in_process(peaks, all_tokens, vocab, hidden_size, chunk_tokens, environment=GPU)
+    for tokens, peak in zip(all_tokens, found, strict=True):
         print(f"{tokens} tokens: {peak / 1e9:.2f} GB, {bound / 1e9:.2f} GB on paper")
-        # Per token: gradients of hidden states in bf16, and some numbers in fp32. 2 % for the allocator's rounding.
+        # Per token: the gradient of its hidden state, and some numbers in fp32. 2 % for the allocator's rounding.
         assert peak < 1.02 * bound + tokens * (2 * hidden_size + 100)

@@ -34,6 +34,8 @@ pytestmark = pytest.mark.gpu
 
 # bf16 in both engines: each is within 0.035 of fp32 (tests/gpu/test_parity.py), so they are within twice that.
 TOLERANCE = 0.07
+# SGLang 0.5.23 builds every layer of a Qwen3-MoE with experts, whatever mlp_only_layers says.
+SHAPE = ALL_EXPERTS | {"mlp_only_layers": []}
 SHARED_DEVICE = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 TOKENS = torch.randint(0, 200, (64,), generator=torch.Generator().manual_seed(7))
 
@@ -42,7 +44,7 @@ TOKENS = torch.randint(0, 200, (64,), generator=torch.Generator().manual_seed(7)
 def policies(tmp_path_factory) -> dict[str, Path]:
     """Two checkpoints of one architecture."""
     old, new = tmp_path_factory.mktemp("old"), tmp_path_factory.mktemp("new")
-    model = write_checkpoint(old, **ALL_EXPERTS)
+    model = write_checkpoint(old, **SHAPE)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1 + 0.5 * torch.randn_like(parameter))
@@ -100,5 +102,5 @@ def test_after_an_update_the_server_scores_like_the_trainer(version, way, policy
     assert (before - ours).abs().max() > 10 * TOLERANCE, "the server was to hold other weights"
     after = server_logprobs(server.url, TOKENS.tolist(), timeout_s=60.0)
     worst = check_probe(ours, after, tolerance=TOLERANCE, version=version, url=server.url)
-    print(f"{way}: largest difference {worst:.3f}")
+    print(f"{way}: largest difference {worst:.1e}")
     assert Servers([server.url], timeout_s=60.0).versions() == [version]
