@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -30,6 +31,8 @@ from bench.ours import PHASES, Settings, phases, train
 from bench.processes import run_watched
 from bench.rollout import make_texts, serve, through_our_client, through_sglangs_client
 from bench.shapes import PROMPT_TOKENS, RAGGED, SHORT, Shape, padding_share, write_records
+
+say = partial(print, flush=True)  # a long run, often read through a pipe
 
 THREADS = 2
 CONCURRENCY = 256
@@ -132,17 +135,15 @@ def compare_training(work: Path, shape: Shape, steps: int, *, quick: bool) -> No
     records = work / f"records_{shape.name}"
     write_records(records, shape, steps)
     ours = [measure_ours(work, shape, steps, workers, records) for workers in ((2,) if quick else (2, 1))]
-    print(
+    say(
         f"\n{shape.name}: {shape.n} responses of up to {shape.longest} tokens, {sum(ours[0].tokens):,} tokens in "
         f"{steps - 1} steps; padded to their longest, {padding_share(shape, steps):.0%} of the positions are empty"
     )
-    print(
-        f"  {'':32}{'score':>9}{'train':>9}   tokens/s {'pack':>6}{'score':>7}{'update':>8}{'sum':>7} s {'peak':>6} GB"
-    )
+    say(f"  {'':32}{'score':>9}{'train':>9}   tokens/s {'pack':>6}{'score':>7}{'update':>8}{'sum':>7} s {'peak':>6} GB")
     for side in ours:
         _print_training(side)
     if importlib.util.find_spec("trl") is None:
-        print("  TRL is not installed (pip install --group bench): no ratios")
+        say("  TRL is not installed (pip install --group bench): no ratios")
         return
     theirs = [measure_trl(work, shape, steps, rows, records) for rows in TRL_ROWS[shape.name][: 1 if quick else None]]
     for side in theirs:
@@ -155,13 +156,13 @@ def compare_training(work: Path, shape: Shape, steps: int, *, quick: bool) -> No
     for side in ours:
         ratios = side.tokens_per_s("score") / score, side.tokens_per_s("update") / best.tokens_per_s("update")
         memory = f"{'':31}{side.peak_gb / best.peak_gb:>8.2f}x"
-        print(f"  {side.side + ' / TRL':32}{ratios[0]:>8.2f}x{ratios[1]:>8.2f}x{memory}")
-    print(f"  mean -logp of the first batch: {', '.join(f'{side.mean_nll:.6f}' for side in (*ours, *theirs))}")
+        say(f"  {side.side + ' / TRL':32}{ratios[0]:>8.2f}x{ratios[1]:>8.2f}x{memory}")
+    say(f"  mean -logp of the first batch: {', '.join(f'{side.mean_nll:.6f}' for side in (*ours, *theirs))}")
 
 
 def _print_training(side: Measured) -> None:
     pack, score, update = (side.seconds(phase) for phase in ("pack", "score", "update"))
-    print(
+    say(
         f"  {side.side:32}{side.tokens_per_s('score'):>9,.0f}{side.tokens_per_s('update'):>9,.0f}"
         f"{pack:>18.2f}{score:>7.2f}{update:>8.2f}{pack + score + update:>7.2f}{side.peak_gb:>9.2f}"
     )
@@ -171,7 +172,7 @@ def compare_rollout(work: Path, shapes: tuple[Shape, ...], rounds: int) -> None:
     """Our client and SGLang's own in turn, on one server; then ours as a run uses it, a request per group."""
     policy = work / "policy"
     longest = max(shape.longest for shape in shapes)
-    print(f"\nrollout, response tokens/s of one server, {CONCURRENCY} requests in flight (best of {rounds} rounds)")
+    say(f"\nrollout, response tokens/s of one server, {CONCURRENCY} requests in flight (best of {rounds} rounds)")
     with serve(policy, PROMPT_TOKENS + longest, work / "server.log") as url:
         for shape in shapes:
             ours, theirs, groups = [], [], []
@@ -179,7 +180,7 @@ def compare_rollout(work: Path, shapes: tuple[Shape, ...], rounds: int) -> None:
                 ours.append(through_our_client(url, policy, shape, CONCURRENCY, group=1).tokens_per_s)
                 theirs.append(through_sglangs_client(url, policy, shape, CONCURRENCY, work).tokens_per_s)
                 groups.append(through_our_client(url, policy, shape, CONCURRENCY, group=shape.samples).tokens_per_s)
-            print(
+            say(
                 f"  {shape.name:8} our client {max(ours):,.0f}; sglang.benchmark.serving {max(theirs):,.0f}; ratio "
                 f"{max(ours) / max(theirs):.2f}x; ours in groups of {shape.samples}: {max(groups):,.0f}"
             )
@@ -187,10 +188,10 @@ def compare_rollout(work: Path, shapes: tuple[Shape, ...], rounds: int) -> None:
 
 def compare_whole_steps(work: Path, shape: Shape, steps: int) -> None:
     """Steps that sample for themselves: ours from its server and with weight updates, TRL's by model.generate."""
-    print(
+    say(
         f"\nwhole steps, {shape.name}: {shape.n} responses of at most {shape.longest} tokens (a policy not yet trained)"
     )
-    print(f"  {'seconds':32}" + "".join(f"{phase:>9}" for phase in PHASES) + f"{'response tokens/s':>20}")
+    say(f"  {'seconds':32}" + "".join(f"{phase:>9}" for phase in PHASES) + f"{'response tokens/s':>20}")
     sides = [measure_ours(work, shape, steps, 2, None)]
     if importlib.util.find_spec("trl") is not None:
         sides.append(measure_trl(work, shape, steps, TRL_ROWS[shape.name][0], None))
@@ -198,10 +199,10 @@ def compare_whole_steps(work: Path, shape: Shape, steps: int) -> None:
     for side in sides:
         speeds.append(median(n / step["step"] for n, step in zip(side.responses, side.steps, strict=True)))
         cells = "".join(f"{side.seconds(phase):>9.2f}" for phase in PHASES)
-        print(f"  {side.side:32}{cells}{speeds[-1]:>20,.0f}")
-        print(f"  {'peak GB by process':32}" + ", ".join(f"{name} {gb:.2f}" for name, gb in side.peaks_gb.items()))
+        say(f"  {side.side:32}{cells}{speeds[-1]:>20,.0f}")
+        say(f"  {'peak GB by process':32}" + ", ".join(f"{name} {gb:.2f}" for name, gb in side.peaks_gb.items()))
     if len(speeds) == 2:
-        print(f"  ours / TRL, response tokens/s of the whole step: {speeds[0] / speeds[1]:.2f}x")
+        say(f"  ours / TRL, response tokens/s of the whole step: {speeds[0] / speeds[1]:.2f}x")
 
 
 def describe_machine() -> str:
@@ -222,14 +223,14 @@ def run(work: Path, steps: int, *, quick: bool) -> None:
     """Everything that the arguments ask for, in `work`, an empty folder."""
     command = [sys.executable, "tools/make_demo_policy.py", "--out", str(work / "policy")]
     subprocess.run(command, check=True, capture_output=True)
-    print(describe_machine(), flush=True)
+    say(describe_machine(), flush=True)
     for shape in (SHORT, RAGGED):
         compare_training(work, shape, steps, quick=quick)
     if not quick:
         compare_rollout(work, (SHORT, RAGGED), rounds=3)
         for shape in (SHORT, RAGGED):
             compare_whole_steps(work, shape, min(steps, 5))
-    print(f"load average at the end {os.getloadavg()[0]:.1f}")
+    say(f"load average at the end {os.getloadavg()[0]:.1f}")
 
 
 def main() -> None:
@@ -237,7 +238,6 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="score and update only, two measured steps")
     parser.add_argument("--steps", type=int, default=9, help="steps per run, the first of which is left out")
     arguments = parser.parse_args()
-    sys.stdout.reconfigure(line_buffering=True)  # a long run, often read through a pipe
     with tempfile.TemporaryDirectory() as work:
         run(Path(work), 3 if arguments.quick else arguments.steps, quick=arguments.quick)
 

@@ -85,6 +85,9 @@ def train_and_export(
 
     def save(state: RunState, old_logp: torch.Tensor | None) -> Path:
         keep = recipe.run.keep_checkpoints
+        sync_parameters(
+            chunks
+        )  # with overlap_param_gather they are those before the last update until the next forward
         return save_checkpoint(run_dir, state, partial(save_policy, **trained), old_logp, keep=keep, group=control)
 
     state = train(

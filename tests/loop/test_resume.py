@@ -130,6 +130,30 @@ def test_a_stopped_run_ends_with_the_same_numbers(looks, tmp_path, checkpoint, r
         assert metrics[step] == expected_metrics[step]
 
 
+def test_overlapped_parameter_gathers_resume_exactly(tmp_path, checkpoint, records):
+    """With overlap_param_gather, bf16 parameters were saved as they stood before the last update."""
+
+    def recipe(name: str) -> Path:
+        path = recipe_file(tmp_path, checkpoint, records, tmp_path / name)
+        text = path.read_text().replace("dtype: fp32", "dtype: bf16").replace("lr: 1e-3", "lr: 1e-2")
+        overlap = "  ddp: {overlap_param_gather: true, overlap_grad_reduce: true}"
+        # bf16 scoring and updating agree here to some 1e-3, which is what the test is not about
+        text = (
+            text.replace("layout: {ep: 2}", f"layout: {{ep: 2}}\n{overlap}")
+            .replace("2e-3", "0.2")
+            .replace("3e-3", "0.3")
+        )
+        path.write_text(text)
+        return path
+
+    whole, stopped = recipe("whole"), recipe("stopped")
+    run_ranks(2, lambda: run_once(whole, resume=False, look=None))
+    run_ranks(2, lambda: run_once(stopped, resume=False, look=4))
+    run_ranks(2, lambda: run_once(stopped, resume=True, look=None))
+    expected, found = outcome(tmp_path / "whole")[0], outcome(tmp_path / "stopped")[0]
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
 def test_half_a_step_without_its_rollouts_is_refused(tmp_path, checkpoint, records):
     moved = tmp_path / "records"
     shutil.copytree(records, moved)

@@ -1,7 +1,9 @@
 """Starting and waiting, with a small program in the server's place; the real one is in test_server.py."""
 
 import multiprocessing
+import signal
 import sys
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -69,3 +71,18 @@ def test_stopping_twice_is_harmless(start):
 def test_a_directory_without_a_model_is_refused_before_anything_starts(tmp_path):
     with pytest.raises(ValueError, match=r"policy.hf=.*nowhere: no config.json"):
         ManagedServer(tmp_path / "nowhere", ServerConfig(), log_path=tmp_path / "log", on_cpu=True, context_length=64)
+
+
+def test_stopping_at_once_ends_even_where_sigterm_is_ignored(start, monkeypatch):
+    """A supervisor that inherits an ignored SIGTERM, and is stopped before it listens, once was waited for for ever."""
+    monkeypatch.setattr(server_module, "STOP_GRACE_S", {"cuda": 0.0, "cpu": 0.0})
+    monkeypatch.setattr(server_module, "STOP_TIMEOUT_S", 1.0)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        server = start("import time; time.sleep(600)")
+        started = time.monotonic()
+        server.stop()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert server.poll() is not None
+    assert time.monotonic() - started < 30
