@@ -22,7 +22,7 @@ GPU = {"NVIDIA_TF32_OVERRIDE": "0"}
 CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
-def in_process[T](fn: Callable[..., T], *args: Any, environment: dict[str, str], timeout_s: float = 240.0) -> T:
+def in_process[T](fn: Callable[..., T], *args: Any, environment: dict[str, str], timeout_s: float = 600.0) -> T:
     """`fn(*args)` in a new Python with `environment` on top of ours. Raises AssertionError with its traceback when it
     fails, or when it has not answered after `timeout_s`."""
     context = multiprocessing.get_context("spawn")
