@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-POLL_S = 0.2
+POLL_S = 0.5
 
 
 def run_watched(command: list[str], log: Path, threads: int = 1) -> dict[str, float]:

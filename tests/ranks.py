@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -77,9 +78,10 @@ def run_ranks(size: int, fn: Callable, *args: Any, timeout_s: float = 120.0) -> 
 
 def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
     results: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout_s
     while len(results) < len(pipes):
         waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
-        ready = wait(waiting, timeout_s)
+        ready = wait(waiting, deadline - time.monotonic())
         assert ready, f"ranks {sorted(set(range(len(pipes))) - set(results))} did not answer within {timeout_s} s"
         for pipe in ready:
             rank = pipes.index(pipe)

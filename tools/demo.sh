@@ -6,13 +6,8 @@ run=.venv/bin
 
 echo "[demo] 1/3 a random Qwen3-MoE in HF format: runs/demo_policy"
 $run/python tools/make_demo_policy.py --out runs/demo_policy
-if [ -f runs/demo_sort_sft/hf/config.json ]; then
-    echo "[demo] 2/3 warm start: runs/demo_sort_sft is there already"
-else
-    echo "[demo] 2/3 warm start by supervised learning: recipes/demo_sort_sft.yaml"
-    rm -rf runs/demo_sort_sft
-    $run/megatron-gspo train recipes/demo_sort_sft.yaml
-fi
+rm -rf runs/demo_sort_sft runs/demo_sort # of an earlier demo
+echo "[demo] 2/3 warm start by supervised learning: recipes/demo_sort_sft.yaml"
+$run/megatron-gspo train recipes/demo_sort_sft.yaml
 echo "[demo] 3/3 GSPO: recipes/demo_sort.yaml"
-rm -rf runs/demo_sort
 exec $run/megatron-gspo train recipes/demo_sort.yaml

@@ -135,9 +135,10 @@ class SyncConfig:
 
     transport: Transport = key("how weights travel", Transport.distributed)
     bucket_mb: int = key("size of one flattened bucket in MiB (transport: distributed)", 512, ge=1)
-    probe_tolerance: float = key(
-        "largest |logp_trainer - logp_server| on the probe sequence after an update; beyond it the run stops",
-        1e-3,
+    probe_tolerance: float | None = key(
+        "largest |logp_trainer - logp_server| on the probe sequence after an update; beyond it the run stops. "
+        "null is 1e-3 for policy.dtype fp32 and 0.1 for bf16, whose engines round differently",
+        None,
         gt=0,
     )
     timeout_s: float = key("seconds that one request of a weight update may take", 600.0, gt=0)

@@ -92,6 +92,7 @@ def gather_logp(
 
 def spread_logp(flat: Tensor, batch: Batch, cuts: Sequence[Cut], layout: Layout) -> list[list[Tensor]]:
     """The inverse of `gather_logp` for this rank's micro-batches: [t] each, on the labels' positions."""
+    assert len(flat) == batch.index.lens.sum(), "old log-probabilities belong to another batch"
     starts = batch.index.lens.cumsum(0) - batch.index.lens
     result = []
     for cut in cuts:

@@ -41,7 +41,7 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment |
     """
     if "RANK" in variables and "WORLD_SIZE" in variables:
         names = {"rank": "RANK", "world_size": "WORLD_SIZE", "local_rank": "LOCAL_RANK"}
-    elif int(variables.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in variables:
+    elif "SLURM_STEP_ID" in variables and "SLURM_NTASKS" in variables and _integer(variables, "SLURM_NTASKS") > 1:
         names = {"rank": "SLURM_PROCID", "world_size": "SLURM_NTASKS", "local_rank": "SLURM_LOCALID"}
     else:
         return None

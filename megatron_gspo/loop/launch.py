@@ -21,6 +21,7 @@ from megatron_gspo.config import (
     load_recipe,
     validate,
 )
+from megatron_gspo.loop.check import check_names
 from megatron_gspo.loop.environment import Environment, read_environment
 
 RECIPE_NAME = "recipe.yaml"
@@ -38,12 +39,13 @@ def main(recipe: Recipe, resume: bool) -> int:
     if environment:
         check_reach(recipe, environment)
     if environment is None or environment.rank == 0:
+        check_names(recipe)
         prepare_run_dir(recipe, resume)
     if environment is None:
         return _run_local_workers(recipe, resume)
-    from megatron_gspo.loop.worker import run
+    from megatron_gspo.loop.worker import run_or_leave
 
-    return run(recipe, environment, resume)
+    return run_or_leave(recipe, environment, resume)
 
 
 def check_reach(recipe: Recipe, environment: Environment) -> None:
@@ -59,7 +61,7 @@ def check_reach(recipe: Recipe, environment: Environment) -> None:
 
 
 def prepare_run_dir(recipe: Recipe, resume: bool) -> None:
-    """Create the run folder and write the effective recipe.
+    """Create the run folder and write the effective recipe. A run that failed before it had anything is overwritten.
 
     Raises RecipeError for a folder in use without `resume`, and with it for a recipe that would not continue that run.
     """
@@ -67,7 +69,7 @@ def prepare_run_dir(recipe: Recipe, resume: bool) -> None:
     kept = folder / RECIPE_NAME
     if resume and kept.exists():
         check_resume(load_recipe(kept), recipe)
-    elif kept.exists():
+    elif any(folder.glob("checkpoints/*")) or any(folder.glob("rollouts/*")):
         raise RecipeError(
             [
                 Problem(
@@ -92,7 +94,7 @@ def _free_port() -> int:
 def _run_local_workers(recipe: Recipe, resume: bool) -> int:
     folder = Path(recipe.run.dir)
     port = _free_port()
-    command = [sys.executable, "-m", "megatron_gspo.loop.worker", str(folder / RECIPE_NAME)]
+    command = [sys.executable, "-m", "megatron_gspo.loop", str(folder / RECIPE_NAME)]
     command += ["--resume"] if resume else []
     workers: list[subprocess.Popen] = []
     logs: list[Path] = []
@@ -135,7 +137,7 @@ def _watch(workers: list[subprocess.Popen], logs: list[Path]) -> int:
             if worker.poll() is None:
                 worker.send_signal(number)
 
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, forward)
     try:
         while True:

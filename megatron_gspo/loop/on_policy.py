@@ -7,6 +7,7 @@ stale weights); training would then clip on noise.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,8 @@ def check_on_policy(config: ObjectiveConfig, metrics: Sequence[dict[str, Any]], 
     if not isinstance(config, GspoConfig):
         return
     largest = torch.tensor([max((float(m["abs_log_ratio_max"].value) for m in metrics), default=0.0)])
+    if any(metric["num_bad_sequences"].flags.any() for metric in metrics):
+        largest.fill_(math.inf)  # nan or infinite log-probabilities: such sequences have no ratio
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=control)
     bound = min(config.clip_low, config.clip_high) / 10
     if largest.item() <= bound:

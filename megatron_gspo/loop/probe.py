@@ -16,6 +16,7 @@ from megatron_gspo.policy.layout import Layout
 from megatron_gspo.policy.step import Stepper
 
 PROBE_TOKENS = 64
+REPLICA_TOLERANCE = 1e-2  # replicas run the same kernels on the same weights; a GPU may add in another order
 
 
 def probe_tokens(recipe: Recipe) -> Tensor:
@@ -53,4 +54,8 @@ def score_probe(stepper: Stepper, tokens: Tensor, layout: Layout, device: torch.
     )
     cuts = cut_batch(GivenBatch(index, trajectories), plan, layout, device)
     scored = [[logp for logp, _ in stepper.score(cut.micro_batches, temperature=1.0)] for cut in cuts]
-    return gather_logp(cuts, scored, index, layout).view(copies, -1)[0, 1:]
+    logp = gather_logp(cuts, scored, index, layout).view(copies, -1)[:, 1:]
+    apart = (logp - logp[0]).abs().max().item()
+    if not apart <= REPLICA_TOLERANCE:
+        raise RuntimeError(f"data-parallel replicas differ by {apart:.3g} in the probe's log-probabilities")
+    return logp[0]

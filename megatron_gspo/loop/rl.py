@@ -17,7 +17,7 @@ from megatron_gspo.loop.loss import MiniBatchTerms, advantages_of, make_loss
 from megatron_gspo.loop.on_policy import check_on_policy
 from megatron_gspo.loop.report import StepReport
 from megatron_gspo.loop.signals import StopRequest
-from megatron_gspo.loop.source import Batch, BatchSource
+from megatron_gspo.loop.source import Batch, BatchSource, RecordedBatch
 from megatron_gspo.loop.state import RunState, is_saved
 from megatron_gspo.policy.layout import Layout
 from megatron_gspo.policy.step import Stepper, apply_gradients
@@ -61,13 +61,14 @@ def train(run: Run, state: RunState, old_logp: Tensor | None) -> RunState:
 def _step(run: Run, state: RunState, old_logp: Tensor | None) -> tuple[RunState, Tensor | None]:
     """One step from `state`; left early, it returns the state to continue from and the old log-probabilities."""
     span = run.report.span
-    if state.record and not Path(state.record).exists():
+    record = Path(state.record) if state.record else None
+    if record and not record.exists():
         raise ValueError(
             f"step {state.step} was left after {state.mini_batch} mini-batches and its rollouts {state.record} are "
             "gone: restore the folder, or remove the newest checkpoint to repeat the step from its beginning"
         )
     with span("rollout"):
-        batch = run.source.fetch(state.step, state.weight_version)
+        batch = RecordedBatch(record) if record else run.source.fetch(state.step, state.weight_version)
     if batch is None:
         return state, old_logp
     with span("pack"):

@@ -31,7 +31,8 @@ def start_servers(recipe: Recipe, on_cpu: bool) -> list[ManagedServer]:
         recipe.rollout.server,
         log_path=Path(recipe.run.dir) / "logs" / "server_0.log",
         on_cpu=on_cpu,
-        context_length=recipe.data.max_prompt_tokens + recipe.rollout.max_new_tokens,
+        # SGLang keeps two tokens of its context to itself, and would cut the longest responses short by them.
+        context_length=recipe.data.max_prompt_tokens + recipe.rollout.max_new_tokens + 2,
     )
     server.start()
     return [server]

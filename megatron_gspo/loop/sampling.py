@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -45,10 +46,14 @@ class SamplerHandle:
         """Block until the servers are healthy; returns their URLs. Raises SamplerFailed."""
         return self._receive("ready")["urls"]
 
-    def sample(self, step: int, weight_version: int, record: Path, expired: Callable[[], bool]) -> bool:
-        """Sample the batch of `step` into `record`; False when `expired()` turns true first. Raises SamplerFailed."""
+    def request(self, step: int, weight_version: int, record: Path) -> None:
+        """Ask for the batch of `step`, to be written to `record`."""
         self._pipe.send({"sample": step, "weight_version": weight_version, "record": str(record)})
-        reply = self._receive("recorded", expired)
+
+    def wait_recorded(self, seconds: float, expired: Callable[[], bool]) -> bool:
+        """Whether the requested batch is there, after at most `seconds` or until `expired()`. Raises SamplerFailed."""
+        deadline = time.monotonic() + seconds
+        reply = self._receive("recorded", lambda: expired() or time.monotonic() > deadline)
         for name, value in reply.get("stats", {}).items():
             self._on_stat(name, value)
         return bool(reply)

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1 and SIGINT ask a run to stop: finish the step, save, exit. A second SIGINT stops at once."""
+"""SIGTERM, SIGUSR1, SIGINT and SIGHUP ask a run to stop: finish the step, save, exit. A second SIGINT stops at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-_GRACEFUL = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_GRACEFUL = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 class StopRequest:

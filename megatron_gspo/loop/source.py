@@ -62,6 +62,10 @@ def record_path(directory: Path, step: int) -> Path:
     return directory / f"step_{step:06d}"
 
 
+HEARTBEAT_S = 10.0
+_PENDING, _DONE, _STOPPED = range(3)
+
+
 class SampledBatches:
     """Batches from the sampling process; rank 0 speaks to it, every rank reads the record."""
 
@@ -73,13 +77,22 @@ class SampledBatches:
 
     def fetch(self, step: int, weight_version: int) -> Batch | None:
         path = record_path(self._directory, step)
-        done = True
         # A record that is there already is of this very step, left by the run that is resumed: it is trained again.
         if self._sampler is not None and not path.exists():
-            done = self._sampler.sample(step, weight_version, path, self._expired)
-        flag = torch.tensor([int(done)])
-        dist.broadcast(flag, 0, group=self._group)
-        return RecordedBatch(path) if flag.item() else None
+            self._sampler.request(step, weight_version, path)
+        while True:
+            state = torch.tensor([self._look(path)])
+            dist.broadcast(state, 0, group=self._group)
+            if state.item() != _PENDING:
+                return RecordedBatch(path) if state.item() == _DONE else None
+
+    def _look(self, path: Path) -> int:
+        """What rank 0 tells the others. Often enough that their wait never looks like a rank that does not come."""
+        if self._sampler is None or path.exists():
+            return _DONE
+        if self._sampler.wait_recorded(HEARTBEAT_S, self._expired):
+            return _DONE
+        return _STOPPED if self._expired() else _PENDING
 
 
 class ReplayedBatches:

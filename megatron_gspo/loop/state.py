@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -50,7 +49,8 @@ def save_checkpoint(
     partial = target.with_name(target.name + _PARTIAL)
     first = dist.get_rank(group) == 0
     if first:
-        shutil.rmtree(partial, ignore_errors=True)
+        for left in target.parent.glob(f"*{_PARTIAL}"):  # by a run that was killed while saving
+            shutil.rmtree(left)
         (partial / _POLICY).mkdir(parents=True)
     dist.barrier(group)
     save_policy(partial / _POLICY)
@@ -96,8 +96,3 @@ def load_newest(run_dir: Path, load_policy: Callable[[Path], None]) -> tuple[Run
 def is_saved(run_dir: Path, state: RunState) -> bool:
     """Whether the checkpoint at `state` is on disk already."""
     return checkpoint_dir(run_dir, state).exists()
-
-
-def empty_old_logp(lens: Tensor) -> Tensor:
-    """Zeros for the old log-probability of every token of a batch with trajectory lengths `lens` [n]."""
-    return torch.zeros(int(lens.sum()), dtype=torch.float32)

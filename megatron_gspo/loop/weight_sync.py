@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_gspo.config import Recipe, Transport
+from megatron_gspo.config import Dtype, Recipe, Transport
 from megatron_gspo.loop.probe import probe_tokens, score_probe
 from megatron_gspo.loop.report import StepReport
 from megatron_gspo.loop.sampling import SamplerHandle
@@ -23,6 +23,7 @@ from megatron_gspo.weights.load import checkpoint_shapes
 from megatron_gspo.weights.save import save_hf
 
 MIB = 1024**2
+PROBE_TOLERANCE = {Dtype.fp32: 1e-3, Dtype.bf16: 0.1}
 
 
 def make_weight_sync(
@@ -63,6 +64,7 @@ def make_weight_sync(
     sync = WeightSync(servers, transport, control)
     sync.connect()
     tokens = probe_tokens(recipe)
+    tolerance = PROBE_TOLERANCE[recipe.policy.dtype] if config.probe_tolerance is None else config.probe_tolerance
 
     def update(version: int) -> None:
         sync_parameters(stepper.chunks)
@@ -75,7 +77,7 @@ def make_weight_sync(
             worst = 0.0
             for url in urls:
                 theirs = server_logprobs(url, tokens.tolist(), timeout_s=config.timeout_s)
-                found = check_probe(ours, theirs, tolerance=config.probe_tolerance, version=version, url=url)
+                found = check_probe(ours, theirs, tolerance=tolerance, version=version, url=url)
                 worst = max(worst, found)
             report.scalar("rollout/probe_max_difference", worst)
 

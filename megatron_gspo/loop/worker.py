@@ -22,7 +22,7 @@ from megatron_gspo.loop.rl import Run, train
 from megatron_gspo.loop.sampling import SamplerHandle
 from megatron_gspo.loop.signals import StopRequest
 from megatron_gspo.loop.source import BatchSource, GivenBatches, ReplayedBatches, SampledBatches
-from megatron_gspo.loop.state import RunState, load_newest, save_checkpoint
+from megatron_gspo.loop.state import RunState, load_newest, save_checkpoint, whole_checkpoints
 from megatron_gspo.loop.weight_sync import make_weight_sync
 from megatron_gspo.policy import cpu
 from megatron_gspo.policy.checkpoint import load_policy, save_policy
@@ -70,6 +70,7 @@ def train_and_export(
     model = build_model(_hf_config(policy.hf), policy, layout)
     binding = bind(model.chunks, model.hf_config, layout.pgs)
     report.say(f"policy {policy.hf} on {layout.world} ranks: dp {layout.dp} {policy.layout}")
+    resume = resume and bool(whole_checkpoints(run_dir))  # stopped before its first: begin again
     if not resume:
         load_hf(policy.hf, binding)
     chunks = wrap(model, ddp_config(policy), layout)
@@ -168,6 +169,16 @@ def _make_source(
     return SampledBatches(sampler, Path(recipe.run.dir) / "rollouts", control, lambda: stop.expired)
 
 
+def run_or_leave(recipe: Recipe, environment: Environment, resume: bool) -> int:
+    """`run`, but a rank that fails leaves at once: interpreter shutdown would wait for peers in a collective."""
+    try:
+        return run(recipe, environment, resume)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        sys.stderr.flush()
+        os._exit(1)
+
+
 def main() -> int:
     """Entry point of a worker process that our launcher started."""
     parser = argparse.ArgumentParser(description="One trainer rank (started by megatron-gspo train)")
@@ -176,15 +187,4 @@ def main() -> int:
     arguments = parser.parse_args()
     environment = read_environment()
     assert environment is not None, "a worker is started with RANK and WORLD_SIZE set"
-    return run(load_recipe(arguments.recipe), environment, arguments.resume)
-
-
-if __name__ == "__main__":
-    # A failing rank leaves at once: waiting in interpreter shutdown for peers that wait in a collective would hang.
-    try:
-        code = main()
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        sys.stderr.flush()
-        os._exit(1)
-    sys.exit(code)
+    return run_or_leave(load_recipe(arguments.recipe), environment, arguments.resume)

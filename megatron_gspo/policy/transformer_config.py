@@ -42,7 +42,7 @@ def transformer_config(hf: dict[str, Any], policy: PolicyConfig, layout: Layout)
         defaults |= _moe_defaults()
     overrides = checked_overrides(TransformerConfig, policy.megatron, reasons, "policy.megatron")
     fields = defaults | fixed | overrides
-    if fields.get("moe_aux_loss_coeff") and fields["moe_router_load_balancing_type"] == "none":
+    if fields.get("moe_aux_loss_coeff") and fields.get("moe_router_load_balancing_type", "none") == "none":
         raise ValueError(
             f"policy.megatron.moe_aux_loss_coeff = {fields['moe_aux_loss_coeff']} has no effect while "
             "moe_router_load_balancing_type is none; set policy.megatron.moe_router_load_balancing_type: aux_loss too"

@@ -14,6 +14,8 @@ import megatron_gspo.reward.builtin  # noqa: F401  (registers the rewards of our
 from megatron_gspo.config.schema import RewardConfig
 from megatron_gspo.reward.registry import find_reward
 
+RESERVED = {"mean", "std", "zero_variance_groups", "errors"}
+
 
 class Asked(Protocol):
     """What a reward learns about the prompt of a response."""
@@ -45,7 +47,8 @@ class Reward:
         try:
             if inspect.iscoroutinefunction(self._function):
                 return check(await call())
-            return check(await asyncio.get_running_loop().run_in_executor(self._threads, call))
+            result = await asyncio.get_running_loop().run_in_executor(self._threads, call)
+            return check(await result if inspect.isawaitable(result) else result)
         except Exception as error:
             error.add_note(f"in the reward '{self._name}', on prompt {prompt.id}")
             raise
@@ -57,6 +60,10 @@ def check(scores: Any) -> dict[str, float]:
     values = {name: float(value) for name, value in named.items()}
     if "reward" not in values:
         raise ValueError(f"a reward function returned {values}, which has no 'reward'")
+    if taken := RESERVED & values.keys():
+        raise ValueError(
+            f"a reward function returned {sorted(taken)}: names of metrics that every run has; rename them"
+        )
     if bad := {name: value for name, value in values.items() if not math.isfinite(value)}:
         raise ValueError(f"a reward function returned values that are not finite: {bad}")
     return values

@@ -21,7 +21,7 @@ DERIVED = {
     "device": "the machine: cuda where there is a GPU, else cpu",
     "tp_size": "rollout.server.tp",
     "tensor_parallel_size": "rollout.server.tp",
-    "context_length": "data.max_prompt_tokens + rollout.max_new_tokens",
+    "context_length": "data.max_prompt_tokens and rollout.max_new_tokens",
     "weight_version": "the trainer's weight version",
 }
 UNSUPPORTED = {

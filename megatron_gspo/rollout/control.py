@@ -5,6 +5,7 @@ Requests and replies: `sglang/srt/entrypoints/http_server.py` and `managers/io_s
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -31,7 +32,7 @@ def call(url: str, path: str, body: dict[str, Any] | None = None, *, timeout_s: 
     except urllib.error.HTTPError as error:
         answer = error.read().decode(errors="replace")[:2000]
         raise ServerError(f"{url}{path} answered {error.code}: {answer}") from error
-    except (urllib.error.URLError, OSError) as error:
+    except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
         raise ServerError(f"{url}{path} did not answer within {timeout_s:g} s: {error}") from error
     try:
         return json.loads(text)

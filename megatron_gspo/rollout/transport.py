@@ -95,6 +95,7 @@ class DiskTransport:
 
     def push(self, version: int) -> None:
         path = self._directory / f"weights_{version}"
+        together(self._group, lambda: self._clear(path))  # a run that was killed may have left it
         together(self._group, lambda: self._save(path))
         together(self._group, lambda: self._load(path, version))
 
@@ -106,3 +107,7 @@ class DiskTransport:
             return
         self._servers.load_from_disk(str(path.absolute()), version)
         shutil.rmtree(path)
+
+    def _clear(self, path: Path) -> None:
+        if dist.get_rank(self._group) == 0:
+            shutil.rmtree(path, ignore_errors=True)

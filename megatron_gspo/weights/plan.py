@@ -135,7 +135,7 @@ def assign(claims: Sequence[Claim], holdings: Sequence[Holding], dtype: torch.dt
 def buckets(plan: ExportPlan, size_bytes: int) -> tuple[Bucket, ...]:
     """The plan's items in buckets of at most `size_bytes`, one sender each; a larger item has a bucket of its own.
 
-    Senders take turns in the sequence, so that one may send while the next gathers.
+    Senders take turns in the sequence.
     """
     if size_bytes <= 0:
         raise ValueError(f"size_bytes must be positive, got {size_bytes}")

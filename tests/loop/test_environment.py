@@ -19,8 +19,19 @@ def test_torchrun():
     assert (place.rank, place.world_size, place.local_rank, place.master_port) == (3, 8, 1, 29500)
 
 
+def test_a_batch_script_is_no_rank():
+    assert read_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None
+
+
 def test_srun():
-    variables = {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1", "SLURM_RESTART_COUNT": "2", **MASTER}
+    variables = {
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "5",
+        "SLURM_NTASKS": "16",
+        "SLURM_LOCALID": "1",
+        "SLURM_RESTART_COUNT": "2",
+        **MASTER,
+    }
     place = read_environment(variables)
     assert place is not None
     assert (place.rank, place.world_size, place.local_rank, place.restart_count) == (5, 16, 1, 2)
@@ -36,7 +47,14 @@ def test_the_number_of_nodes():
     variables = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **MASTER}
     place = read_environment(variables)
     assert place is not None and place.num_nodes == 4
-    variables = {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1", "SLURM_NNODES": "8", **MASTER}
+    variables = {
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "5",
+        "SLURM_NTASKS": "16",
+        "SLURM_LOCALID": "1",
+        "SLURM_NNODES": "8",
+        **MASTER,
+    }
     place = read_environment(variables)
     assert place is not None and place.num_nodes == 8
 

@@ -1,0 +1,76 @@
+"""Names in a recipe that only the packages behind it know: rewards, tasks, Megatron's fields, the server's flags."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from megatron_gspo.config import Engine, Problem, Recipe, RecipeError
+
+
+def check_names(recipe: Recipe) -> None:
+    """Raise RecipeError with every name that does not exist, before anything is started or written."""
+    checks: list[tuple[str, Callable[[], object]]] = [("policy.megatron", lambda: _megatron(recipe))]
+    checks += [("policy.ddp", lambda: _ddp(recipe)), ("policy.optimizer.megatron", lambda: _optimizer(recipe))]
+    if recipe.data.source not in ("jsonl", "parquet"):
+        checks.append(("data.source", lambda: _task(recipe)))
+    if recipe.reward:
+        checks.append(("reward.name", lambda: _reward(recipe)))
+    if recipe.rollout and recipe.rollout.engine is Engine.managed:
+        checks.append(("rollout.server.args", lambda: _server(recipe)))
+    problems = []
+    for key, check in checks:
+        try:
+            check()
+        except ValueError as error:
+            problems.append(Problem(key=key, reason=str(error)))
+    if problems:
+        raise RecipeError(problems, recipe.sources)
+
+
+def _megatron(recipe: Recipe) -> None:
+    from megatron_gspo.policy.overrides import checked_overrides
+    from megatron_gspo.policy.transformer_config import TransformerConfig
+
+    checked_overrides(TransformerConfig, recipe.policy.megatron, {}, "policy.megatron")
+
+
+def _ddp(recipe: Recipe) -> None:
+    from megatron_gspo.policy.model import ddp_config
+
+    ddp_config(recipe.policy)
+
+
+def _optimizer(recipe: Recipe) -> None:
+    from megatron_gspo.policy.optimizer import optimizer_config
+
+    optimizer_config(recipe.policy)
+
+
+def _task(recipe: Recipe) -> None:
+    from megatron_gspo.data.tasks import draw_from_task
+
+    draw_from_task(recipe.data.source, recipe.run.seed, recipe.data.args)
+
+
+def _reward(recipe: Recipe) -> None:
+    from megatron_gspo.reward.reward import Reward
+
+    assert recipe.reward is not None
+    Reward(recipe.reward)
+
+
+def _server(recipe: Recipe) -> None:
+    from megatron_gspo.policy.cpu import on_gpu
+    from megatron_gspo.rollout.command import launch_command
+
+    assert recipe.rollout is not None
+    launch_command(
+        recipe.policy.hf,
+        recipe.rollout.server,
+        host="127.0.0.1",
+        port=1,
+        on_cpu=not on_gpu(),
+        context_length=1,
+        environment=os.environ,
+    )
