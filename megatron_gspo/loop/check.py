@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 from megatron_gspo.config import Engine, Problem, Recipe, RecipeError
 
@@ -16,6 +18,8 @@ def check_names(recipe: Recipe) -> None:
         checks.append(("data.source", lambda: _task(recipe)))
     if recipe.reward:
         checks.append(("reward.name", lambda: _reward(recipe)))
+    if recipe.rollout and not recipe.rollout.replay:
+        checks.append(("policy.hf", lambda: _served(recipe)))
     if recipe.rollout and recipe.rollout.engine is Engine.managed:
         checks.append(("rollout.server.args", lambda: _server(recipe)))
     problems = []
@@ -60,11 +64,27 @@ def _reward(recipe: Recipe) -> None:
     Reward(recipe.reward)
 
 
+def _served(recipe: Recipe) -> None:
+    """SGLang 0.5.23 builds every layer of a Qwen3-MoE sparse, and serves nonsense where some are dense."""
+    from megatron_gspo.weights.families.qwen3_moe import sparse_layers
+
+    path = Path(recipe.policy.hf) / "config.json"
+    if not path.exists():
+        raise ValueError(f"{path} does not exist; expected the directory of an HF checkpoint")
+    hf = json.loads(path.read_text())
+    if hf.get("model_type") == "qwen3_moe" and len(sparse_layers(hf)) < hf["num_hidden_layers"]:
+        raise ValueError(f"{path} mixes dense and sparse layers, which SGLang's Qwen3-MoE does not build")
+
+
 def _server(recipe: Recipe) -> None:
     from megatron_gspo.policy.cpu import on_gpu
     from megatron_gspo.rollout.command import launch_command
 
     assert recipe.rollout is not None
+    if on_gpu() and "base_gpu_id" not in recipe.rollout.server.args:
+        raise ValueError(
+            "base_gpu_id is not set: the server would share the trainer's first GPU; name its own first one"
+        )
     launch_command(
         recipe.policy.hf,
         recipe.rollout.server,

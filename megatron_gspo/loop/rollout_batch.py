@@ -7,13 +7,14 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig
 
 from megatron_gspo.batch.record import write_record
-from megatron_gspo.config import Recipe
+from megatron_gspo.config import Dtype, Recipe
 from megatron_gspo.data import Prompt, make_source, tokenize
 from megatron_gspo.reward import Reward
 from megatron_gspo.rollout.client import Sample, Sampling, SglangClient
@@ -26,9 +27,13 @@ Progress = Callable[[int, int], None]
 def start_servers(recipe: Recipe, on_cpu: bool) -> list[ManagedServer]:
     """Start the managed server of `recipe`; it loads the checkpoint that training starts from."""
     assert recipe.rollout is not None
+    config = recipe.rollout.server
+    if not on_cpu:  # SGLang's own choice for an fp32 checkpoint would be float16
+        dtype = {Dtype.bf16: "bfloat16", Dtype.fp32: "float32"}[recipe.policy.dtype]
+        config = replace(config, args={"dtype": dtype} | config.args)
     server = ManagedServer(
         recipe.policy.hf,
-        recipe.rollout.server,
+        config,
         log_path=Path(recipe.run.dir) / "logs" / "server_0.log",
         on_cpu=on_cpu,
         # SGLang keeps two tokens of its context to itself, and would cut the longest responses short by them.

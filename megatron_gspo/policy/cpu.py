@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +40,7 @@ def install() -> None:
             f"megatron-core {found} is installed, but policy/cpu.py patches {MEGATRON_VERSION} only: "
             f"install the version that pyproject.toml pins"
         )
+    _without_gpu_packages()
     _expected_warnings()
     _without_compiler()
     _cuda_calls_on_cpu()
@@ -50,6 +52,13 @@ def install() -> None:
     _optimizer_type_names()
     _adamw_state()
     _installed = True
+
+
+def _without_gpu_packages() -> None:
+    """Where TE or Apex are installed and no GPU is visible, Megatron would take their CUDA optimizers and GEMMs."""
+    for package in ("transformer_engine", "apex", "amp_C"):
+        absent: Any = None  # in sys.modules, None makes an import raise ImportError
+        sys.modules.setdefault(package, absent)
 
 
 def _expected_warnings() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -24,7 +25,7 @@ def server_logprobs(url: str, tokens: Sequence[int], *, timeout_s: float) -> Ten
         "logprob_start_len": 0,
     }
     scored = call(url, "/generate", body, timeout_s=timeout_s)["meta_info"]["input_token_logprobs"]
-    return torch.tensor([entry[0] for entry in scored[1:]], dtype=torch.float32)
+    return torch.tensor([math.nan if entry[0] is None else entry[0] for entry in scored[1:]], dtype=torch.float32)
 
 
 def check_probe(trainer: Tensor, server: Tensor, *, tolerance: float, version: int, url: str) -> float:
