@@ -39,6 +39,9 @@ MODEL = {
     "router_aux_loss_coef": 0.0,
     "max_position_embeddings": 2048,
     "tie_word_embeddings": False,
+    # With a padding id, transformers sets its embedding to zero, and RMSNorm multiplies gradients there by a thousand:
+    # one sampled <pad> would be the whole gradient of its batch.
+    "pad_token_id": None,
     # HF's default of 0.02 is meant for wide models; this keeps activations at unit scale: 1 / sqrt(hidden_size).
     "initializer_range": 128**-0.5,
 }
@@ -73,7 +76,6 @@ def make_model(tokenizer: Any, seed: int) -> Any:
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
         vocab_size=len(tokenizer),
-        pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
         dtype="float32",

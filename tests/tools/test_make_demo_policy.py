@@ -26,6 +26,12 @@ def test_the_checkpoint_loads_and_has_the_promised_size(policy):
     assert 0.3 < logits.std() < 3  # neither flat nor saturated: it can learn
 
 
+def test_no_embedding_is_zero(policy):
+    """A zero row for <pad> made the gradient norm of a batch with one sampled <pad> 1890 instead of 1."""
+    model = AutoModelForCausalLM.from_pretrained(policy)
+    assert model.get_input_embeddings().weight.norm(dim=1).min() > 0.5
+
+
 def test_the_tokenizer_encodes_any_text_and_gives_it_back(policy):
     tokenizer = AutoTokenizer.from_pretrained(policy)
     text = "31405>\n Größe <b>"
