@@ -9,19 +9,34 @@ from pathlib import Path
 
 from megatron_gspo.config import Engine, Problem, Recipe, RecipeError
 
+Checks = list[tuple[str, Callable[[], object]]]
+
 
 def check_names(recipe: Recipe) -> None:
-    """Raise RecipeError with every name that does not exist, before anything is started or written."""
-    checks: list[tuple[str, Callable[[], object]]] = [("policy.megatron", lambda: _megatron(recipe))]
-    checks += [("policy.ddp", lambda: _ddp(recipe)), ("policy.optimizer.megatron", lambda: _optimizer(recipe))]
+    """Raise RecipeError with every reward, task and model that does not do; imports neither torch nor Megatron."""
+    checks: Checks = []
     if recipe.data.source not in ("jsonl", "parquet"):
         checks.append(("data.source", lambda: _task(recipe)))
     if recipe.reward:
         checks.append(("reward.name", lambda: _reward(recipe)))
     if recipe.rollout and not recipe.rollout.replay:
         checks.append(("policy.hf", lambda: _served(recipe)))
+    _run(checks, recipe)
+
+
+def check_fields(recipe: Recipe) -> None:
+    """Raise RecipeError with every field that Megatron, and every flag that the server, does not take."""
+    checks: Checks = [
+        ("policy.megatron", lambda: _megatron(recipe)),
+        ("policy.ddp", lambda: _ddp(recipe)),
+        ("policy.optimizer.megatron", lambda: _optimizer(recipe)),
+    ]
     if recipe.rollout and recipe.rollout.engine is Engine.managed:
         checks.append(("rollout.server.args", lambda: _server(recipe)))
+    _run(checks, recipe)
+
+
+def _run(checks: Checks, recipe: Recipe) -> None:
     problems = []
     for key, check in checks:
         try:

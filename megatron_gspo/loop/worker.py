@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_gspo.config import Engine, Recipe, load_recipe
+from megatron_gspo.loop.check import check_fields
 from megatron_gspo.loop.environment import Environment, read_environment
 from megatron_gspo.loop.report import StepReport
 from megatron_gspo.loop.rl import Run, train
@@ -38,6 +39,7 @@ from megatron_gspo.weights.save import save_hf
 
 def run(recipe: Recipe, environment: Environment, resume: bool) -> int:
     """Train `recipe` on this rank; returns the exit code. Collective over all trainer ranks."""
+    check_fields(recipe)
     device = _init_distributed(recipe, environment)
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=recipe.run.timeout_s))
     assert isinstance(control, dist.ProcessGroup)
