@@ -89,7 +89,7 @@ def measure_ours(work: Path, shape: Shape, steps: int, workers: int, records: Pa
         steps=phases(metrics)[1:],
         tokens=[n + PROMPT_TOKENS * shape.n for n in responses][1:],
         mean_nll=metrics[0]["policy/logp_diff"],
-        peaks_gb={"rank": peaks.pop("megatron_gspo.loop.worker"), **peaks},
+        peaks_gb={"rank": peaks.pop("megatron_gspo.loop"), **peaks},
         responses=responses[1:],
     )
 
