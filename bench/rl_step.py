@@ -223,7 +223,7 @@ def run(work: Path, steps: int, *, quick: bool) -> None:
     """Everything that the arguments ask for, in `work`, an empty folder."""
     command = [sys.executable, "tools/make_demo_policy.py", "--out", str(work / "policy")]
     subprocess.run(command, check=True, capture_output=True)
-    say(describe_machine(), flush=True)
+    say(describe_machine())
     for shape in (SHORT, RAGGED):
         compare_training(work, shape, steps, quick=quick)
     if not quick:
