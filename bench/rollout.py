@@ -37,7 +37,10 @@ class Speed:
 
 @contextmanager
 def serve(policy: Path, context_length: int, log: Path) -> Iterator[str]:
-    """URL of a server with the recipe's defaults, but with a tokenizer: SGLang's client sends texts."""
+    """URL of a server with the recipe's defaults, but with a tokenizer: SGLang's client sends texts.
+
+    SGLang's own warm-up text takes about 30 tokens of `context_length`.
+    """
     config = ServerConfig(args={"skip_tokenizer_init": False})
     with ManagedServer(policy, config, log_path=log, on_cpu=not on_gpu(), context_length=context_length) as server:
         server.wait_healthy()
