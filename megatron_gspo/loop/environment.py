@@ -17,7 +17,6 @@ class Environment:
     master_addr: str
     master_port: int
     num_nodes: int = 1
-    restart_count: int = 0
 
 
 def _integer(variables: Mapping[str, str], name: str) -> int:
@@ -56,5 +55,4 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment |
         master_addr=variables["MASTER_ADDR"],
         master_port=_integer(variables, "MASTER_PORT"),
         num_nodes=_num_nodes(variables),
-        restart_count=_integer(variables, "SLURM_RESTART_COUNT") if "SLURM_RESTART_COUNT" in variables else 0,
     )
