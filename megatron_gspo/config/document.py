@@ -6,9 +6,9 @@ import textwrap
 
 from omegaconf import MISSING
 
-from megatron_gspo.config.objectives import OBJECTIVES
 from megatron_gspo.config.problem import Problem, RecipeError, show, suggest
 from megatron_gspo.config.reflect import Key, keys, walk
+from megatron_gspo.config.variants import VARIANTS, variants_of
 
 
 def document_keys(section: str = "") -> str:
@@ -31,8 +31,10 @@ def _entry(path: str, key: Key, owner: type) -> str:
         head = f"\n{path}: section{', or null' if key.optional else ''}"
         return f"{head}\n{_indent(_first_paragraph(key.section))}"
     default = "required" if key.default == MISSING else f"= {show(key.default)}"
-    kind = " | ".join(OBJECTIVES) if path == "objective.name" else key.type_name
-    only = f" (objective {keys(owner)['name'].default})" if owner in OBJECTIVES.values() else ""
+    variants = variants_of(owner)
+    selects = owner in VARIANTS and variants and key.name == variants.selector
+    kind = " | ".join(variants.classes) if variants and selects else key.type_name
+    only = f" ({variants.what} {keys(owner)[variants.selector].default})" if variants and not selects else ""
     bounds = f", {key.bounds}" if str(key.bounds) else ""
     return f"{path}: {kind}{bounds} {default}{only}\n{_indent(key.doc)}"
 

@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_gspo.config.problem import Problem, RecipeError, complaint, suggest
 from megatron_gspo.config.source import Source, Sources, join, locate
+from megatron_gspo.config.variants import SELECTORS
 
 COMMAND_LINE = Source("command line")
 
@@ -59,15 +60,15 @@ def override_layer(override: str) -> Layer:
 def merge(layers: Sequence[Layer]) -> Layer:
     """Later layers win. Mappings are merged key by key; anything else, lists and null included, is replaced whole.
 
-    An empty mapping empties the one below. A layer that names another objective replaces the whole section: the keys
-    below belong to an objective that is no longer there.
+    An empty mapping empties the one below. A layer that names another objective or advantage estimator replaces the
+    whole section: the keys below belong to one that is no longer there.
     """
     values: dict[str, Any] = {}
     sources: dict[str, Source] = {}
     for layer in layers:
-        if _names_another_objective(values, layer.values):
-            values = values | {"objective": {}}
-            sources = {name: where for name, where in sources.items() if not name.startswith("objective.")}
+        for section in _other_variants(values, layer.values):
+            values = values | {section: {}}
+            sources = {name: where for name, where in sources.items() if not name.startswith(f"{section}.")}
         values = _merge(values, layer.values)
         for name, source in layer.sources.items():
             if name and (not isinstance(_get(values, name), dict) or not _get(values, name)):
@@ -115,9 +116,16 @@ def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _names_another_objective(below: Mapping[str, Any], above: Mapping[str, Any]) -> bool:
-    old, new = (layer.get("objective") for layer in (below, above))
-    return isinstance(old, dict) and isinstance(new, dict) and new.get("name", old.get("name")) != old.get("name")
+def _other_variants(below: Mapping[str, Any], above: Mapping[str, Any]) -> Iterator[str]:
+    """Sections for which `above` selects another variant than `below`."""
+    for section, selector in SELECTORS.items():
+        old, new = below.get(section), above.get(section)
+        if (
+            isinstance(old, dict)
+            and isinstance(new, dict)
+            and new.get(selector, old.get(selector)) != old.get(selector)
+        ):
+            yield section
 
 
 def _get(values: Any, path: str) -> Any:

@@ -12,12 +12,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_gspo.config.layers import file_layers, merge, override_layer
-from megatron_gspo.config.objectives import OBJECTIVES, ObjectiveConfig
+from megatron_gspo.config.objectives import OBJECTIVES
 from megatron_gspo.config.problem import Problem, RecipeError, complaint, suggest
 from megatron_gspo.config.reflect import Key, keys, walk
 from megatron_gspo.config.schema import Recipe
 from megatron_gspo.config.source import join
 from megatron_gspo.config.validate import validate
+from megatron_gspo.config.variants import SELECTORS, VARIANTS, variants_of
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -28,7 +29,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     layer = merge([*file_layers(Path(path)), *map(override_layer, overrides)])
     config = OmegaConf.structured(Recipe)
-    problems = list(_fill(config, Recipe, layer.values, ""))
+    problems = list(_fill(config, Recipe, _with_objective_defaults(layer.values), ""))
     try:
         problems += _missing(config, [problem.key for problem in problems])
         recipe = None if problems else cast(Recipe, OmegaConf.to_object(config))
@@ -39,6 +40,19 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     recipe = dataclasses.replace(recipe, sources=layer.sources)
     validate(recipe)
     return recipe
+
+
+def _with_objective_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    """`values` over what their objective has in other sections. A section that is set to null stays away."""
+    objective = values.get("objective")
+    chosen = OBJECTIVES.get(str(objective.get("name"))) if isinstance(objective, dict) else None
+    filled = dict(values)
+    for section, below in (chosen.defaults if chosen else {}).items():
+        above, selector = values.get(section, {}), SELECTORS.get(section)
+        if isinstance(above, dict):
+            same = selector is None or above.get(selector, below[selector]) == below[selector]
+            filled[section] = {**below, **above} if same else above
+    return filled
 
 
 def _fill(node: DictConfig, section: type, values: dict[str, Any], prefix: str) -> Iterator[Problem]:
@@ -59,12 +73,14 @@ def _fill(node: DictConfig, section: type, values: dict[str, Any], prefix: str) 
 
 def _fill_section(node: DictConfig, key: Key, values: dict[str, Any], path: str) -> Iterator[Problem]:
     section = cast(type, key.section)
-    if section is ObjectiveConfig and "name" in values:
-        name = values["name"]
-        if not isinstance(name, str) or name not in OBJECTIVES:
-            yield Problem(key=f"{path}.name", value=name, reason="no such objective", hint=suggest(name, OBJECTIVES))
+    variants = VARIANTS.get(section)
+    if variants:
+        chosen = values.get(variants.selector)
+        if variants.selector in values and (not isinstance(chosen, str) or chosen not in variants.classes):
+            reason, hint = f"no such {variants.what}", suggest(chosen, variants.classes)
+            yield Problem(key=f"{path}.{variants.selector}", value=chosen, reason=reason, hint=hint)
             return
-        section = OBJECTIVES[name]
+        section = variants.classes[chosen] if chosen else variants.default or section
     node[key.name] = section()
     yield from _fill(node[key.name], section, values, path)
 
@@ -85,10 +101,12 @@ def _set(node: DictConfig, key: Key, value: Any, path: str) -> Iterator[Problem]
 def _unknown(path: str, name: str, section: type, prefix: str, value: Any) -> Problem:
     valid = keys(section)
     elsewhere = [other for other, key, _ in walk() if key.name == name and key.section is None]
-    if section is ObjectiveConfig:
-        return Problem(key=path, value=value, reason="objective.name is not set, and decides which keys there are")
-    if section in OBJECTIVES.values() and path in elsewhere:
-        reason = f"the objective '{valid['name'].default}' does not use this key"
+    variants = variants_of(section)
+    if section in VARIANTS:
+        selector = f"{prefix}.{VARIANTS[section].selector}"
+        return Problem(key=path, value=value, reason=f"{selector} is not set, and decides which keys there are")
+    if variants and path in elsewhere:
+        reason = f"the {variants.what} '{valid[variants.selector].default}' does not use this key"
         return Problem(key=path, value=value, reason=reason, hint=f"its keys: {', '.join(valid)}")
     close = difflib.get_close_matches(name, valid, n=1)
     if close:

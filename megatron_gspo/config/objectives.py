@@ -1,12 +1,16 @@
-"""Objectives and advantage estimators that a recipe may choose. Each names only the keys that it uses."""
+"""Objectives that a recipe may choose. Each names only the keys that it uses, with its published defaults."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from megatron_gspo.config.key import key
+
+WITH_STD = {"advantage": {"estimator": "group", "normalize_std": True}}
+NO_STD = {"advantage": {"estimator": "group", "normalize_std": False}}
 
 
 class OnRatio(StrEnum):
@@ -16,30 +20,231 @@ class OnRatio(StrEnum):
     warn = "warn"
 
 
+class Aggregation(StrEnum):
+    """How the terms of tokens add up; see `objective.aggregate.token_weights` for the formulas."""
+
+    sequence_mean = "sequence_mean"
+    token_mean = "token_mean"
+    sequence_sum = "sequence_sum"
+    constant = "constant"
+
+
+class KlEstimator(StrEnum):
+    """Estimates of KL(pi || pi_ref) from one sample, with d = log(pi / pi_ref): d, d^2 / 2, exp(-d) - 1 + d."""
+
+    k1 = "k1"
+    k2 = "k2"
+    k3 = "k3"
+
+
+class Divergence(StrEnum):
+    """Divergence of the two-way distribution {sampled token, anything else}: total variation, or KL."""
+
+    tv = "tv"
+    kl = "kl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KlConfig:
+    """A penalty on the divergence from a fixed reference policy, inside the loss."""
+
+    coef: float = key("weight of the penalty (GRPO's paper: 0.04)", 0.04, gt=0)
+    estimator: KlEstimator = key("k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, of d = log(pi / pi_ref)", KlEstimator.k3)
+    reference: str | None = key("directory of the reference policy's HF checkpoint; null is policy.hf", None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
     """What is optimised; `name` selects the class in OBJECTIVES, and with it the other keys.
 
-    `sections` are those of the recipe's optional sections that the objective uses; the others must be absent.
+    `sections` are those of the recipe's optional sections that the objective needs, `may_have` those that it can use;
+    the others must be absent. `defaults` is what its paper has in other sections, where the recipe says nothing.
     """
 
     sections: ClassVar[frozenset[str]] = frozenset()
+    may_have: ClassVar[frozenset[str]] = frozenset()
+    defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     name: str = key("the objective")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GspoConfig(ObjectiveConfig):
-    """Group Sequence Policy Optimization (arXiv 2507.18071, equations 5 to 7)."""
+class PolicyObjective(ObjectiveConfig):
+    """Shared by all objectives that weigh sampled responses by importance ratios.
+
+    token_advantages: advantages may differ along a response.
+    anchored_to_rollout: pi_old is the rollout engine's policy, and nothing is scored before the update.
+    uses_rollout_logp: the formula itself holds the rollout engine's log-probabilities.
+    """
 
     sections: ClassVar[frozenset[str]] = frozenset({"advantage", "rollout", "reward"})
+    may_have: ClassVar[frozenset[str]] = frozenset({"correction", "critic"})
+    defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = WITH_STD
+    token_advantages: ClassVar[bool] = True
+    anchored_to_rollout: ClassVar[bool] = False
+    uses_rollout_logp: ClassVar[bool] = False
+
+    kl: KlConfig | None = key("penalty on the divergence from a reference policy; null is none", None)
+    on_policy_check: OnRatio = key(
+        "what |log ratio| above a tenth of the smaller clip bound (at most 0.02) on a step's first mini-batch does",
+        OnRatio.stop,
+    )
+
+    @property
+    def on_policy_bound(self) -> float:
+        """Largest |log ratio| that a policy which is its own old policy may show."""
+        bounds = (getattr(self, name, 1.0) for name in ("clip_low", "clip_high"))
+        return min(0.2, *bounds) / 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class GspoConfig(PolicyObjective):
+    """Group Sequence Policy Optimization (arXiv 2507.18071, equations 5 to 7)."""
+
+    token_advantages: ClassVar[bool] = False
 
     name: str = key("the objective", "gspo")
     clip_low: float = key("sequence ratios below 1 - clip_low are clipped (paper: 3e-4)", 3e-4, gt=0, lt=1)
     clip_high: float = key("sequence ratios above 1 + clip_high are clipped (paper: 4e-4)", 4e-4, gt=0)
-    on_policy_check: OnRatio = key(
-        "what |log s| above a tenth of the smaller clip bound on a step's first mini-batch does", OnRatio.stop
+
+
+@dataclass(frozen=True, kw_only=True)
+class GspoTokenConfig(GspoConfig):
+    """GSPO-token (arXiv 2507.18071, equations 13 and 14): sequence ratios, advantages of tokens."""
+
+    token_advantages: ClassVar[bool] = True
+
+    name: str = key("the objective", "gspo_token")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoConfig(PolicyObjective):
+    """Group Relative Policy Optimization (arXiv 2402.03300, equation 3)."""
+
+    name: str = key("the objective", "grpo")
+    clip_low: float = key("token ratios below 1 - clip_low are clipped", 0.2, gt=0, lt=1)
+    clip_high: float = key("token ratios above 1 + clip_high are clipped", 0.2, gt=0)
+    aggregation: Aggregation = key("how tokens add up", Aggregation.sequence_mean)
+    kl: KlConfig | None = key("penalty on the divergence from a reference policy; null is none", factory=KlConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PpoConfig(PolicyObjective):
+    """Proximal Policy Optimization (arXiv 1707.06347, equation 7) with a critic and GAE."""
+
+    sections: ClassVar[frozenset[str]] = frozenset({"advantage", "rollout", "reward", "critic"})
+    may_have: ClassVar[frozenset[str]] = frozenset({"correction"})
+    defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {"advantage": {"estimator": "gae"}, "critic": {}}
+
+    name: str = key("the objective", "ppo")
+    clip_low: float = key("token ratios below 1 - clip_low are clipped", 0.2, gt=0, lt=1)
+    clip_high: float = key("token ratios above 1 + clip_high are clipped", 0.2, gt=0)
+    aggregation: Aggregation = key("how tokens add up", Aggregation.token_mean)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DapoConfig(PolicyObjective):
+    """The loss of DAPO (arXiv 2503.14476, equation 8): clip-higher and token-mean.
+
+    The method's other halves are rollout.dynamic_sampling and reward.overlong, which any objective may use.
+    """
+
+    name: str = key("the objective", "dapo")
+    clip_low: float = key("token ratios below 1 - clip_low are clipped", 0.2, gt=0, lt=1)
+    clip_high: float = key("token ratios above 1 + clip_high are clipped", 0.28, gt=0)
+    aggregation: Aggregation = key("how tokens add up", Aggregation.token_mean)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrGrpoConfig(PolicyObjective):
+    """Dr.GRPO (arXiv 2503.20783): no std in the advantages, a constant in place of |y_i|."""
+
+    defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = NO_STD
+
+    name: str = key("the objective", "dr_grpo")
+    clip_low: float = key("token ratios below 1 - clip_low are clipped", 0.2, gt=0, lt=1)
+    clip_high: float = key("token ratios above 1 + clip_high are clipped", 0.2, gt=0)
+    aggregation: Aggregation = key(
+        "how tokens add up; constant divides by rollout.max_new_tokens", Aggregation.constant
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SapoConfig(PolicyObjective):
+    """Soft Adaptive Policy Optimization (arXiv 2511.20347, equations 5 and 6)."""
+
+    name: str = key("the objective", "sapo")
+    tau_pos: float = key("temperature of the gate where the advantage is positive", 1.0, gt=0)
+    tau_neg: float = key("temperature of the gate elsewhere", 1.05, gt=0)
+    aggregation: Aggregation = key("how tokens add up", Aggregation.sequence_mean)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CispoConfig(PolicyObjective):
+    """Clipped Importance Sampling Policy Optimization (arXiv 2506.13585, equations 4 and 5)."""
+
+    name: str = key("the objective", "cispo")
+    clip_high: float = key("token weights above 1 + clip_high are clipped (ScaleRL: 4)", 4.0, gt=0)
+    aggregation: Aggregation = key("how tokens add up", Aggregation.token_mean)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GmpoConfig(PolicyObjective):
+    """Geometric-Mean Policy Optimization (arXiv 2507.20673, equation 4)."""
+
+    token_advantages: ClassVar[bool] = False
+
+    name: str = key("the objective", "gmpo")
+    clip_low: float = key("log token ratios below -clip_low are clipped (paper: 0.4)", 0.4, gt=0)
+    clip_high: float = key("log token ratios above clip_high are clipped (paper: 0.4)", 0.4, gt=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VespoConfig(PolicyObjective):
+    """Variational Sequence-level Soft Policy Optimization (arXiv 2602.10693)."""
+
+    token_advantages: ClassVar[bool] = False
+
+    name: str = key("the objective", "vespo")
+    k_pos: float = key("power of the sequence ratio where the advantage is not negative", 2.0, gt=0)
+    lambda_pos: float = key("decay in the sequence ratio where the advantage is not negative", 3.0, gt=0)
+    k_neg: float = key("power of the sequence ratio where the advantage is negative", 3.0, gt=0)
+    lambda_neg: float = key("decay in the sequence ratio where the advantage is negative", 2.0, gt=0)
+    aggregation: Aggregation = key("how tokens add up", Aggregation.token_mean)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DppoConfig(PolicyObjective):
+    """Divergence Proximal Policy Optimization (arXiv 2602.04879): a trust region around the rollout engine's policy."""
+
+    may_have: ClassVar[frozenset[str]] = frozenset({"critic"})
+    defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = NO_STD
+    anchored_to_rollout: ClassVar[bool] = True
+
+    name: str = key("the objective", "dppo")
+    divergence: Divergence = key("divergence of the sampled token's probability", Divergence.tv)
+    delta: float = key("steps away from the engine's policy are masked beyond it (paper: tv 0.2, kl 0.05)", 0.2, gt=0)
+    max_ratio: float = key("token ratios count as at most this", 5.0, ge=1)
+    aggregation: Aggregation = key("how tokens add up", Aggregation.token_mean)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MinirlConfig(PolicyObjective):
+    """MiniRL (arXiv 2512.01374): REINFORCE with the engines' gap corrected and the policy's staleness clipped."""
+
+    may_have: ClassVar[frozenset[str]] = frozenset({"critic"})
+    defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = NO_STD
+    uses_rollout_logp: ClassVar[bool] = True
+
+    name: str = key("the objective", "minirl")
+    clip_low: float = key(
+        "tokens with a negative advantage are masked where the ratio is below 1 - clip_low", 0.2, gt=0
+    )
+    clip_high: float = key(
+        "tokens with a positive advantage are masked where the ratio is above 1 + clip_high", 0.27, gt=0
+    )
+    max_weight: float = key("pi / pi_rollout of a token counts as at most this", 5.0, ge=1)
+    aggregation: Aggregation = key("how tokens add up", Aggregation.sequence_sum)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,19 +254,18 @@ class SftConfig(ObjectiveConfig):
     name: str = key("the objective", "sft")
 
 
-OBJECTIVES: dict[str, type[ObjectiveConfig]] = {"gspo": GspoConfig, "sft": SftConfig}
-
-
-class Estimator(StrEnum):
-    """Advantage estimators. `group` is (r - mean of its group), over the group's std when `normalize_std`."""
-
-    group = "group"
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdvantageConfig:
-    """How rewards become advantages."""
-
-    estimator: Estimator = key("advantage estimator", Estimator.group)
-    normalize_std: bool = key("divide by the standard deviation of the group (ddof 1)", True)
-    eps: float = key("added to the standard deviation", 1e-6, ge=0)
+OBJECTIVES: dict[str, type[ObjectiveConfig]] = {
+    "gspo": GspoConfig,
+    "gspo_token": GspoTokenConfig,
+    "grpo": GrpoConfig,
+    "ppo": PpoConfig,
+    "dapo": DapoConfig,
+    "dr_grpo": DrGrpoConfig,
+    "sapo": SapoConfig,
+    "cispo": CispoConfig,
+    "gmpo": GmpoConfig,
+    "vespo": VespoConfig,
+    "dppo": DppoConfig,
+    "minirl": MinirlConfig,
+    "sft": SftConfig,
+}

@@ -10,9 +10,9 @@ from enum import Enum
 from typing import Any
 
 from megatron_gspo.config.key import Bounds
-from megatron_gspo.config.objectives import OBJECTIVES, ObjectiveConfig
 from megatron_gspo.config.schema import Recipe
 from megatron_gspo.config.source import join
+from megatron_gspo.config.variants import VARIANTS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,18 +64,22 @@ def keys(section: type) -> dict[str, Key]:
 def walk(section: type = Recipe, prefix: str = "") -> Iterator[tuple[str, Key, type]]:
     """(dotted key, key, class of its section) of every key that any recipe may set, sections before their keys.
 
-    The objective's section has the keys of all objectives, each with the class that holds it.
+    A section with variants has the keys of all of them, each with the first class that holds it.
     """
     for key in keys(section).values():
         path = join(prefix, key.name)
         yield path, key, section
         if key.section is not None:
             yield from walk(key.section, path)
-    if section is ObjectiveConfig:
-        shared = keys(ObjectiveConfig)
-        for objective in OBJECTIVES.values():
-            own = (key for key in keys(objective).values() if key.name not in shared)
-            yield from ((join(prefix, key.name), key, objective) for key in own)
+    if section in VARIANTS:
+        shared = keys(section)
+        for variant in VARIANTS[section].classes.values():
+            for key in keys(variant).values():
+                if key.name not in shared:
+                    path = join(prefix, key.name)
+                    yield path, key, variant
+                    if key.section is not None:
+                        yield from walk(key.section, path)
 
 
 def leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Key, Any]]:

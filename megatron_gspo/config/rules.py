@@ -6,25 +6,33 @@ from collections.abc import Callable, Iterator
 
 from omegaconf import MISSING
 
-from megatron_gspo.config.objectives import AdvantageConfig, Estimator
+from megatron_gspo.config.advantage import AdvantageConfig, GaeConfig, GroupConfig
+from megatron_gspo.config.correction import CorrectionConfig
+from megatron_gspo.config.objectives import PolicyObjective, PpoConfig
 from megatron_gspo.config.problem import Problem, divisors, show
 from megatron_gspo.config.reflect import keys, leaves, value_at
-from megatron_gspo.config.schema import Engine, Recipe, RewardConfig, RolloutConfig, Schedule, Transport
+from megatron_gspo.config.schema import CriticConfig, Engine, Recipe, RewardConfig, RolloutConfig, Schedule, Transport
 
 # Sections that only some objectives use; `ObjectiveConfig.sections` says which.
-OPTIONAL_SECTIONS = {"advantage": AdvantageConfig, "rollout": RolloutConfig, "reward": RewardConfig}
+OPTIONAL_SECTIONS = {
+    "advantage": AdvantageConfig,
+    "rollout": RolloutConfig,
+    "reward": RewardConfig,
+    "correction": CorrectionConfig,
+    "critic": CriticConfig,
+}
 FILE_SOURCES = ("jsonl", "parquet")
 
 
 def objective_sections(recipe: Recipe) -> Iterator[Problem]:
-    """An objective has exactly the sections that it uses."""
-    name, used = recipe.objective.name, recipe.objective.sections
+    """An objective has the sections that it needs, and none that it cannot use."""
+    name, used, usable = recipe.objective.name, recipe.objective.sections, recipe.objective.may_have
     for section in OPTIONAL_SECTIONS:
         present = getattr(recipe, section) is not None
         if section in used and not present:
             reason = f"required by the objective '{name}', but not set"
             yield Problem(key=section, reason=reason, hint=_how_to_add(section))
-        if section not in used and present:
+        if section not in used | usable and present:
             reason = f"the objective '{name}' does not use this section"
             yield Problem(key=section, reason=reason, hint=f"remove it, or set {section}: null")
 
@@ -37,9 +45,41 @@ def samples(recipe: Recipe) -> Iterator[Problem]:
 def group_size(recipe: Recipe) -> Iterator[Problem]:
     if recipe.advantage is None or "advantage" not in recipe.objective.sections:
         return
-    if recipe.advantage.estimator is Estimator.group and recipe.batch.samples < 2:
-        reason = "group-relative advantages compare the responses to one prompt and need at least 2"
+    if not isinstance(recipe.advantage, GaeConfig) and recipe.batch.samples < 2:
+        reason = f"the advantage estimator '{recipe.advantage.estimator}' compares responses to one prompt: at least 2"
         yield _refuse(recipe, "batch.samples", reason)
+
+
+def advantage(recipe: Recipe) -> Iterator[Problem]:
+    """An estimator whose advantages the objective can use, a critic exactly for GAE, and no eps without a division."""
+    objective, section = recipe.objective, recipe.advantage
+    if not isinstance(objective, PolicyObjective) or section is None:
+        return
+    gae = isinstance(section, GaeConfig)
+    if gae and not objective.token_advantages:
+        reason = f"gives every token its own advantage, and the objective '{objective.name}' takes one per response"
+        yield _refuse(recipe, "advantage.estimator", reason, "valid: group, leave_one_out; or another objective")
+    elif gae and recipe.critic is None:
+        yield Problem(key="critic", reason="required by advantage.estimator 'gae'", hint=_how_to_add("critic"))
+    if isinstance(objective, PpoConfig) and not gae:
+        hint = "set advantage.estimator: gae, or take objective.name: grpo"
+        yield _refuse(recipe, "advantage.estimator", "the objective 'ppo' takes its advantages from a critic", hint)
+    elif recipe.critic is not None and not gae:
+        reason = f"advantage.estimator '{section.estimator}' uses no critic"
+        yield Problem(key="critic", reason=reason, hint="remove it, or set advantage.estimator: gae")
+    if isinstance(section, GroupConfig) and not section.normalize_std:
+        yield from _unused(recipe, "advantage.eps", "advantages are not divided by a standard deviation")
+
+
+def correction(recipe: Recipe) -> Iterator[Problem]:
+    section = recipe.correction
+    if section is None:
+        return
+    if not any((section.truncate, section.icepop, section.sequence_mask, section.opsm)):
+        yield Problem(key="correction", reason="corrects nothing", hint="add truncate, icepop, sequence_mask or opsm")
+    if section.truncate and section.icepop:
+        reason = "both weigh terms by pi_old / pi_rollout"
+        yield Problem(key="correction.truncate", reason=f"together with correction.icepop, {reason}", hint="choose one")
 
 
 def mini_batches(recipe: Recipe) -> Iterator[Problem]:
@@ -148,6 +188,8 @@ RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     objective_sections,
     samples,
     group_size,
+    advantage,
+    correction,
     mini_batches,
     micro_batch_room,
     pipeline,

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from megatron_gspo.config.advantage import AdvantageConfig
+from megatron_gspo.config.correction import CorrectionConfig
 from megatron_gspo.config.key import key
-from megatron_gspo.config.objectives import AdvantageConfig, ObjectiveConfig
+from megatron_gspo.config.objectives import ObjectiveConfig
 from megatron_gspo.config.source import Sources, nearest
 
 
@@ -104,6 +106,19 @@ class PolicyConfig:
     optimizer: OptimizerSection = key("optimizer and learning-rate schedule", factory=OptimizerSection)
     megatron: dict[str, Any] = key("any field of Megatron's TransformerConfig that is not derived", factory=dict)
     ddp: dict[str, Any] = key("any field of Megatron's DistributedDataParallelConfig that is not derived", factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """The value model of GAE: a model of the policy's layout and precision with one output per token."""
+
+    hf: str | None = key("directory of the HF checkpoint that its body starts from; null is policy.hf", None)
+    lr: float | None = key(
+        "peak learning rate; null is that of the policy, whose optimizer it shares otherwise", None, gt=0
+    )
+    clip: float | None = key(
+        "values move at most this far from the old ones, in the loss (PPO: 0.2); null does not clip", 0.2, gt=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,6 +245,8 @@ class Recipe:
     policy: PolicyConfig = key("the trained model", factory=PolicyConfig)
     objective: ObjectiveConfig = key("the objective; its class follows objective.name", factory=ObjectiveConfig)
     advantage: AdvantageConfig | None = key("advantage estimator; none for sft", None)
+    correction: CorrectionConfig | None = key("correction of the gap between rollout engine and trainer", None)
+    critic: CriticConfig | None = key("value model; for the advantage estimator gae", None)
     batch: BatchConfig = key("batch size and cuts", factory=BatchConfig)
     data: DataConfig = key("prompts", factory=DataConfig)
     rollout: RolloutConfig | None = key("sampling; none for sft", None)

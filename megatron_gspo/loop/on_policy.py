@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_gspo.config import GspoConfig, ObjectiveConfig, OnRatio
+from megatron_gspo.config import ObjectiveConfig, OnRatio, PolicyObjective
 
 logger = logging.getLogger(__name__)
 
@@ -24,24 +24,24 @@ class OffPolicy(RuntimeError):
 
 
 def check_on_policy(config: ObjectiveConfig, metrics: Sequence[dict[str, Any]], control: dist.ProcessGroup) -> None:
-    """Compare the largest |log s| of a step's first mini-batch with a tenth of the smaller clip bound.
+    """Compare the largest |log ratio| of a step's first mini-batch with a tenth of the smaller clip bound.
 
     metrics: of this rank's micro-batches, empty off the last pipeline stage. Collective over all ranks of `control`;
     all raise OffPolicy together, before any parameter has changed.
     """
-    if not isinstance(config, GspoConfig):
+    if not isinstance(config, PolicyObjective):
         return
     largest = torch.tensor([max((float(m["abs_log_ratio_max"].value) for m in metrics), default=0.0)])
     if any(metric["num_bad_sequences"].flags.any() for metric in metrics):
         largest.fill_(math.inf)  # nan or infinite log-probabilities: such sequences have no ratio
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=control)
-    bound = min(config.clip_low, config.clip_high) / 10
+    bound = config.on_policy_bound
     if largest.item() <= bound:
         return
     message = (
-        f"first mini-batch: |log s| reaches {largest.item():.3e} before any update, above {bound:.1e} (a tenth of the "
-        "smaller clip bound). Score and update disagree: compare precision, recomputation and routing of both. "
-        "objective.on_policy_check: warn continues anyway"
+        f"first mini-batch: |log ratio| reaches {largest.item():.3e} before any update, above {bound:.1e} (a tenth of "
+        "the smaller clip bound, at most 0.02). Score and update disagree: compare precision, recomputation and "
+        "routing of both. objective.on_policy_check: warn continues anyway"
     )
     if config.on_policy_check is OnRatio.stop:
         raise OffPolicy(message)

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_gspo.config import GspoConfig, OnNonFinite, Recipe
+from megatron_gspo.config import OnNonFinite, PolicyObjective, Recipe
+from megatron_gspo.loop.advantages import sequence_advantages
 from megatron_gspo.loop.cut import Cut, cut_batch, gather_logp, make_plan, spread_logp
-from megatron_gspo.loop.loss import MiniBatchTerms, advantages_of, make_loss
+from megatron_gspo.loop.loss import MiniBatchTerms, make_loss, totals_of
 from megatron_gspo.loop.on_policy import check_on_policy
 from megatron_gspo.loop.report import StepReport
 from megatron_gspo.loop.signals import StopRequest
@@ -76,7 +77,7 @@ def _step(run: Run, state: RunState, old_logp: Tensor | None) -> tuple[RunState,
         cuts = cut_batch(batch, plan, run.layout, run.device)
     with span("score"):
         old = _old_logp(run, batch, cuts, old_logp)
-    advantages = advantages_of(run.recipe, batch.index)
+    advantages = sequence_advantages(run.recipe, batch.index)
     for number in range(state.mini_batch, len(cuts)):
         if number > state.mini_batch and run.stop.agreed_expired():
             left = replace(state, mini_batch=number, record=str(batch.record) if batch.record else None)
@@ -94,7 +95,8 @@ def _old_logp(run: Run, batch: Batch, cuts: list[Cut], saved: Tensor | None) -> 
     """The old policy's log-probabilities per mini-batch and micro-batch; None when the policy is its own old policy."""
     if saved is not None:
         return spread_logp(saved, batch, cuts, run.layout)
-    if len(cuts) == 1 or not isinstance(run.recipe.objective, GspoConfig):
+    objective = run.recipe.objective
+    if len(cuts) == 1 or not isinstance(objective, PolicyObjective) or objective.anchored_to_rollout:
         return None
     return [[logp for logp, _ in run.stepper.score(cut.micro_batches)] for cut in cuts]
 
@@ -105,11 +107,11 @@ def _update(run: Run, batch: Batch, cut: Cut, old: list[Tensor] | None, advantag
         advantages=advantages,
         trained_lens=batch.index.trained_lens,
         old_logp=old,
-        num_sequences=len(rows),
-        num_trained_tokens=int(batch.index.trained_lens[rows].sum()),
+        ref_logp=None,
+        totals=totals_of(run.recipe, batch.index.trained_lens[rows]),
         cp_group=run.layout.pgs.cp,
     )
-    metrics = run.stepper.forward_backward(cut.micro_batches, make_loss(run.recipe.objective, terms), cut.num_tokens)
+    metrics = run.stepper.forward_backward(cut.micro_batches, make_loss(run.recipe, terms), cut.num_tokens)
     if check and old is not None:
         check_on_policy(run.recipe.objective, metrics, run.control)
     skip = run.recipe.run.on_non_finite is OnNonFinite.skip

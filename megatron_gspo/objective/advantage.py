@@ -21,6 +21,17 @@ def group_relative(rewards: Tensor, group: Tensor, *, normalize_std: bool, eps: 
     return torch.where(std > 0, deviation / (std + eps), 0.0)
 
 
+def leave_one_out(rewards: Tensor, group: Tensor) -> Tensor:
+    """[n] float64: r - mean of the others of its group (RLOO, arXiv 2402.14740, section 3.3).
+
+    rewards [n] float64, finite; group [n] int64. Equal rewards and groups of one give exactly 0.
+    """
+    index, size = _groups(rewards, group)
+    above = rewards - _lowest(rewards, index, size)[index]
+    others = (size - 1)[index]
+    return torch.where(others > 0, above - (_sum(above, index, size)[index] - above) / others.clamp(min=1), 0.0)
+
+
 def zero_variance_share(rewards: Tensor, group: Tensor) -> float:
     """Share of groups whose rewards are all equal (groups of one included): they give no gradient. 0 without groups."""
     index, size = _groups(rewards, group)

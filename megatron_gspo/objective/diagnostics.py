@@ -5,8 +5,44 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_gspo.objective.metrics import Max, Metric, Sum, TokenMean
-from megatron_gspo.objective.ratio import check_tokens
+from megatron_gspo.objective.metrics import (
+    EffectiveSampleSize,
+    Max,
+    Metric,
+    Min,
+    SequenceFlags,
+    SequenceValues,
+    Sum,
+    TokenMean,
+)
+from megatron_gspo.objective.surrogate import Surrogate
+from megatron_gspo.objective.tokens import Ratios, check_shapes
+
+
+def ratio_diagnostics(x: Ratios, term: Surrogate) -> dict[str, Metric]:
+    """How far the policy has moved from the old one, and what the trust region did.
+
+    clip_fraction: clipped tokens over all trained tokens (arXiv 2507.18071, figure 2). clip_fraction_sequence: mean
+    over sequences of the clipped share of their tokens: for a ratio of sequences, the share of clipped sequences.
+    ratio: exp of the mean log-ratio, per sequence. token_log_ratio: smallest and largest. abs_log_ratio_max: of the
+    ratio that the objective uses; ess: that ratio's effective sample size over the number of tokens.
+    kl_k1, kl_k3: means over tokens of -log r and r - 1 - log r, estimates of KL(old || new).
+    """
+    count = x.used.double().sum()
+    log_r = x.log_ratio
+    share = torch.where(x.used, x.spread(1.0 / x.lens.clamp(min=1)), 0.0)
+    return {
+        "clip_fraction": TokenMean((term.clipped & x.used).double().sum(), count),
+        "clip_fraction_sequence": TokenMean((term.clipped * share).sum(), share.sum()),
+        "kl_k1": TokenMean(-log_r.sum(), count),
+        "kl_k3": TokenMean((torch.expm1(log_r) - log_r).sum(), count),
+        "ess": EffectiveSampleSize.of(term.log_ratio.exp(), x.used),
+        "ratio": SequenceValues(x.tokens.rows, torch.where(x.valid, x.log_s.exp(), torch.nan)),
+        "token_log_ratio_min": Min.of(torch.where(x.used, log_r, torch.nan)),
+        "token_log_ratio_max": Max.of(torch.where(x.used, log_r, torch.nan)),
+        "abs_log_ratio_max": Max.of(torch.where(x.used, term.log_ratio.abs(), torch.nan)),
+        "num_bad_sequences": SequenceFlags(x.tokens.rows, x.bad),
+    }
 
 
 def policy_diagnostics(logp: Tensor, entropy: Tensor, rollout_logp: Tensor, mask: Tensor) -> dict[str, Metric]:
@@ -16,7 +52,7 @@ def policy_diagnostics(logp: Tensor, entropy: Tensor, rollout_logp: Tensor, mask
     entropy: mean over next-token distributions, in nats. rollout_gap: mean |logp - rollout_logp|; rollout_gap_max: its
     largest; rollout_gap_not_finite: tokens left out of both because one of the two is nan or infinite.
     """
-    check_tokens(logp=logp, entropy=entropy, rollout_logp=rollout_logp, mask=mask)
+    check_shapes("token", mask.numel(), logp=logp, entropy=entropy, rollout_logp=rollout_logp)
     gap = (logp.double() - rollout_logp.double()).abs()
     compared = mask & gap.isfinite()
     return {

@@ -96,6 +96,32 @@ class SequenceMean(TokenMean):
 
 
 @dataclass(frozen=True, eq=False)
+class EffectiveSampleSize(Metric):
+    """(sum w)^2 / (n sum w^2) over tokens (Kish), from 1 (equal weights) to 1 / n; each []. 0 over none."""
+
+    scope = Scope.token_sum
+    total: Tensor
+    squares: Tensor
+    count: Tensor
+
+    @classmethod
+    def of(cls, weights: Tensor, used: Tensor) -> Self:
+        """Of weights [t] float64, where used [t] bool. Weights beyond 1e150 count as that: their squares must add."""
+        w = torch.where(used, weights, 0.0).clamp(max=1e150)
+        return cls(w.sum(), w.square().sum(), used.double().sum())
+
+    def merge(self, other: Self) -> Self:
+        return type(self)(self.total + other.total, self.squares + other.squares, self.count + other.count)
+
+    def pack(self, num_rows: int) -> Tensor:
+        return torch.stack([self.total, self.squares, self.count])
+
+    def unpack(self, name: str, packed: Tensor) -> dict[str, float]:
+        total, squares, count = packed.tolist()
+        return {name: total / squares * total / count if squares else 0.0}
+
+
+@dataclass(frozen=True, eq=False)
 class Max(Metric):
     """Largest value [] over tokens or sequences; -inf is none and reported as nan."""
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_gspo.objective.metrics import Metric, Sum
-from megatron_gspo.objective.ratio import check_tokens
+from megatron_gspo.objective.tokens import check_shapes
 
 
 def sft_loss(logp: Tensor, mask: Tensor, *, num_tokens: int) -> tuple[Tensor, dict[str, Metric]]:
@@ -15,6 +15,6 @@ def sft_loss(logp: Tensor, mask: Tensor, *, num_tokens: int) -> tuple[Tensor, di
     logp [t] float, with gradient; mask [t] bool: the tokens that train. num_tokens: trained tokens of the whole
     mini-batch, over all micro-batches, DP and CP ranks. Shares add up over them; no collective.
     """
-    check_tokens(logp=logp, mask=mask)
+    check_shapes("token", mask.numel(), logp=logp)
     loss = -torch.where(mask, logp.double(), 0.0).sum() / num_tokens
     return loss, {"loss": Sum(loss.detach())}

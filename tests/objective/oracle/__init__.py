@@ -23,7 +23,9 @@ class Case:
     rewards: Tensor
     group: Tensor
     advantages: Tensor  # [n] float64: given in the case, else the expected ones
-    clip: dict[str, float]
+    without_std: Tensor  # [n] float64: given in the case, else those of Dr.GRPO
+    token_advantages: list[Tensor] | None  # [T_i] float64 each, of the GSPO-token case
+    hp: dict[str, float]
     expected: dict[str, Any]
     cp_checks: dict[int, list[dict[str, Any]]]  # cp -> per row: what each CP rank owns under the zigzag split
 
@@ -51,6 +53,7 @@ def numbers(values: Any) -> Tensor:
 
 def _case(raw: dict[str, Any]) -> Case:
     inputs, expected = raw["inputs"], raw["expected"]
+    given, per_token = inputs.get("advantages_in"), inputs.get("token_advantages_in")
     if "rows" in inputs:
         pairs = [_long_row(row) for row in inputs["rows"]]
         new, old = [list(side) for side in zip(*pairs, strict=True)]
@@ -65,8 +68,10 @@ def _case(raw: dict[str, Any]) -> Case:
         mask=mask,
         rewards=numbers(inputs["rewards"]),
         group=torch.tensor(inputs["group_ids"]),
-        advantages=numbers(inputs.get("advantages_in", expected["advantages"])),
-        clip={"clip_low": raw["hp"]["gspo_eps_low"], "clip_high": raw["hp"]["gspo_eps_high"]},
+        advantages=numbers(given or expected["advantages"]),
+        without_std=numbers(given or expected["advantages_alt"]["dr_grpo"]),
+        token_advantages=list(numbers(per_token)) if per_token else None,
+        hp=raw["hp"],
         expected=expected,
         cp_checks={int(cp): checks for cp, checks in raw.get("cp_checks", {}).items()},
     )

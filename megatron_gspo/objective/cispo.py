@@ -1,0 +1,17 @@
+"""Clipped Importance Sampling Policy Optimization (CISPO), arXiv 2506.13585."""
+
+from __future__ import annotations
+
+import math
+
+from megatron_gspo.objective.surrogate import Surrogate, weighted_policy_gradient
+from megatron_gspo.objective.tokens import Ratios
+
+
+def cispo(x: Ratios, *, clip_high: float) -> Surrogate:
+    """sg[ min(r_t, 1 + clip_high) ] A_t log pi(y_t), to be averaged over all tokens (eq. 4 and 5, no lower bound).
+
+    The weight is clipped, never the gradient: `clipped` marks tokens whose weight was.
+    """
+    weight = x.log_ratio.exp().clamp(max=1 + clip_high)
+    return weighted_policy_gradient(weight, x, clipped=x.log_ratio > math.log1p(clip_high), log_ratio=x.log_ratio)

@@ -1,0 +1,56 @@
+"""From the terms of tokens to this rank's share of the loss: one path for every policy objective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_gspo.objective.correction import Correction, apply_corrections
+from megatron_gspo.objective.diagnostics import ratio_diagnostics
+from megatron_gspo.objective.metrics import Metric, Sum, TokenMean
+from megatron_gspo.objective.reference import kl_penalty
+from megatron_gspo.objective.surrogate import Objective
+from megatron_gspo.objective.tokens import Ratios, Tokens, importance_ratios
+
+
+def policy_loss(
+    tokens: Tokens,
+    objective: Objective,
+    weights: Tensor,
+    *,
+    corrections: Sequence[tuple[str, Correction]] = (),
+    kl: tuple[str, float] | None = None,
+) -> tuple[Tensor, dict[str, Metric]]:
+    """This rank's share of the loss (minimised) of one micro-batch, a float64 scalar, and its metrics.
+
+        L = - sum_i weights_i sum_t ( c_it J_it - beta KL_it )
+
+    weights [m] float64: from `token_weights`. J: of `objective`; c: of `corrections`; KL: of `kl` = (estimator, beta).
+    Shares add up over micro-batches, DP and CP ranks, gradients likewise; nothing is to be multiplied by the CP size.
+    Called by every rank of the context-parallel group. A sequence without trained tokens adds 0, and so does one with a
+    bad value (see `Ratios`), which is reported as num_bad_sequences.
+    """
+    x = importance_ratios(tokens)
+    term = objective(x)
+    weight = torch.where(x.used, x.spread(weights), 0.0)
+    value, slope = weight * term.value, weight * term.slope
+    metrics: dict[str, Metric] = {}
+    if corrections:
+        correction, metrics = apply_corrections(x, corrections)
+        value, slope = value * correction, slope * correction
+    if kl:
+        estimator, beta = kl
+        penalty, penalty_slope = kl_penalty(x, estimator)
+        value, slope = value - beta * weight * penalty, slope - beta * weight * penalty_slope
+        metrics["kl_reference"] = TokenMean(penalty.sum(), x.used.double().sum())
+    loss = -value.sum()
+    return loss + _with_slope(-slope, x), {"loss": Sum(loss), **metrics, **ratio_diagnostics(x, term)}
+
+
+def _with_slope(slope: Tensor, x: Ratios) -> Tensor:
+    """Exactly 0, with the gradient `slope` [t] for log pi."""
+    logp = torch.where(x.used & x.logp.isfinite(), x.tokens.logp, 0.0)
+    product = torch.dot(slope.to(logp.dtype), logp)
+    return (product - product.detach()).double()

@@ -1,0 +1,154 @@
+"""What every policy objective is computed from: the tokens of one micro-batch on one rank, and their ratios.
+
+Legend: t local tokens, m sequences. Sequence i owns the local tokens [offsets[i], offsets[i+1]); what follows
+offsets[m] is padding. `mask` marks the tokens that train; masked tokens never enter arithmetic, whatever they hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_gspo.objective.segment import segment_sum
+
+# exp of it is the largest ratio that takes part in arithmetic: beyond, inf x 0 would turn tokens without advantage
+# into nan.
+MAX_LOG_RATIO = 700.0
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """The input of a policy objective.
+
+    logp [t] float: log pi(y_t) of the trained policy, with gradient, at the position that predicts the token.
+    old_logp [t] float: of the policy that the ratios compare with. rollout_logp, ref_logp [t] float: of the rollout
+    engine and of the reference policy; None where the objective does not use them.
+    mask [t] bool. offsets [m+1] int64: local token ranges. trained_lens [m] int64: |y_i|, over all CP ranks.
+    rows [m] int64: row numbers in the batch. advantages: [m] float64 (A_i), or [t] float64 (A_it).
+    group: the context-parallel group; None where one rank holds whole sequences.
+    """
+
+    logp: Tensor
+    old_logp: Tensor
+    mask: Tensor
+    offsets: Tensor
+    trained_lens: Tensor
+    rows: Tensor
+    advantages: Tensor
+    group: dist.ProcessGroup | None
+    rollout_logp: Tensor | None = None
+    ref_logp: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for tensors that do not belong together."""
+        t, m = self.mask.numel(), self.offsets.numel() - 1
+        check_shapes("token", t, mask=self.mask, logp=self.logp, old_logp=self.old_logp)
+        check_shapes("token", t, **{k: v for k, v in self._optional().items() if v is not None})
+        check_shapes("sequence", m, trained_lens=self.trained_lens, rows=self.rows)
+        if self.advantages.shape != self.mask.shape:
+            check_shapes("sequence", m, advantages=self.advantages)
+
+    def _optional(self) -> dict[str, Tensor | None]:
+        return {"rollout_logp": self.rollout_logp, "ref_logp": self.ref_logp}
+
+
+@dataclass(frozen=True, eq=False)
+class Ratios:
+    """Importance ratios of `Tokens`, all detached; float64 unless said. 0 where a token or sequence is not used.
+
+    used [t] bool: trained tokens of valid sequences. sequence [t] int64: the token's sequence; m is padding.
+    logp, old_logp, log_ratio [t]: log pi, log pi_old and log(pi / pi_old); -inf (a new probability of 0) is a value.
+    log_gap [t]: log(pi_old / pi_rollout), 0 where the rollout's are not given. advantages [t]: A_it.
+    log_s [m]: mean of log_ratio over a sequence's trained tokens on all CP ranks. gap_mean [m]: of log_gap.
+    lens [m]: |y_i|. valid, bad [m] bool: a valid sequence has trained tokens and no bad value. A bad one has a
+    log-probability that no probability gives (nan, +inf), or of -inf in a policy other than the trained one, at a
+    trained token; it is never used, and reported.
+    """
+
+    used: Tensor
+    sequence: Tensor
+    logp: Tensor
+    old_logp: Tensor
+    log_ratio: Tensor
+    log_gap: Tensor
+    advantages: Tensor
+    log_s: Tensor
+    gap_mean: Tensor
+    lens: Tensor
+    valid: Tensor
+    bad: Tensor
+    tokens: Tokens
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[t]: every token's own of `values` [m]; 0 for padding."""
+        return torch.cat([values, values.new_zeros(1)])[self.sequence]
+
+    def sequence_mean(self, values: Tensor) -> Tensor:
+        """[m]: (1/|y_i|) sum of `values` [t] over a sequence on all CP ranks. One all-reduce of [m] float64."""
+        return _sequence_sums(values[None], self.tokens)[0] / self.lens.clamp(min=1)
+
+
+def importance_ratios(tokens: Tokens) -> Ratios:
+    """The ratios of a micro-batch; every rank of the group calls it.
+
+    Costs one all-reduce of [m] float64 ([2, m] with rollout log-probabilities) outside of the graph, however many
+    tokens there are. fp32 sums of 50,000 tokens would be off by more than GSPO's clip range.
+    """
+    logp, old_logp = tokens.logp.detach().double(), tokens.old_logp.double()
+    impossible = ~(logp < torch.inf) | ~old_logp.isfinite()
+    summands = [logp - old_logp]
+    if tokens.rollout_logp is not None:
+        summands.append(old_logp - tokens.rollout_logp.double())
+        impossible |= ~summands[1].isfinite()
+    if tokens.ref_logp is not None:
+        impossible |= ~tokens.ref_logp.isfinite()
+    # A bad token turns its partial sum into nan, so that one sum tells every CP rank both the ratio and the defect.
+    masked = [torch.where(impossible, torch.nan, x).where(tokens.mask, 0.0) for x in summands]
+    sums = _sequence_sums(torch.stack(masked), tokens)
+
+    bad = sums[0].isnan()
+    valid = (tokens.trained_lens > 0) & ~bad
+    means = torch.where(valid, sums, 0.0) / tokens.trained_lens.clamp(min=1)
+    sequence = _sequence_of_token(tokens)
+    used = tokens.mask & torch.cat([valid, valid.new_zeros(1)])[sequence]
+    advantages = tokens.advantages.double()
+    if advantages.shape != tokens.mask.shape:
+        advantages = torch.cat([advantages, advantages.new_zeros(1)])[sequence]
+    return Ratios(
+        used=used,
+        sequence=sequence,
+        logp=torch.where(used, logp, 0.0),
+        old_logp=torch.where(used, old_logp, 0.0),
+        log_ratio=torch.where(used, summands[0], 0.0).clamp_(max=MAX_LOG_RATIO),
+        log_gap=torch.where(used, summands[1], 0.0) if len(summands) > 1 else torch.zeros_like(logp),
+        advantages=torch.where(used, advantages, 0.0),
+        log_s=means[0].clamp(max=MAX_LOG_RATIO),
+        gap_mean=means[1] if len(means) > 1 else torch.zeros_like(means[0]),
+        lens=tokens.trained_lens,
+        valid=valid,
+        bad=bad,
+        tokens=tokens,
+    )
+
+
+def _sequence_sums(values: Tensor, tokens: Tokens) -> Tensor:
+    """[k, m] from `values` [k, t], over all CP ranks."""
+    sums = torch.stack([segment_sum(row, tokens.offsets) for row in values])
+    if tokens.group is not None:
+        dist.all_reduce(sums, group=tokens.group)
+    return sums
+
+
+def _sequence_of_token(tokens: Tokens) -> Tensor:
+    lens = torch.cat([tokens.offsets.diff(), tokens.mask.numel() - tokens.offsets[-1:]])
+    return torch.repeat_interleave(lens, output_size=tokens.mask.numel())
+
+
+def check_shapes(what: str, size: int, **tensors: Tensor) -> None:
+    """Raise ValueError unless all tensors are [size], one element per `what`."""
+    wrong = {name: list(tensor.shape) for name, tensor in tensors.items() if tensor.shape != (size,)}
+    if wrong:
+        raise ValueError(f"expected one element per {what}, [{size}], got {wrong}")
