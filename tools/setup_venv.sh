@@ -49,8 +49,8 @@ say "installing packages, about 6.5 GB in all (3 to 5 minutes) ..."
 pip install 'pip==26.3'
 say "  1/3 trainer, SGLang's requirements, development tools"
 pip install -e '.[tasks]' --group sglang-cpu --group dev
-say "  2/3 SGLang itself"
-pip install --no-deps --group sglang-no-deps
+say "  2/3 SGLang itself, and what else must not choose its own torch"
+pip install --no-deps --group sglang-no-deps --group dev-no-deps
 say "  3/3 check that they import"
 "$VENV/bin/python" -c 'import torch, megatron.core, transformers, sglang, omegaconf' 2>/dev/null ||
     die "the packages are installed but do not import; see: $VENV/bin/python -c 'import torch, megatron.core, sglang'"
