@@ -12,6 +12,7 @@ from megatron_gspo.objective.correction import (
 )
 from megatron_gspo.objective.diagnostics import policy_diagnostics
 from megatron_gspo.objective.dppo import dppo
+from megatron_gspo.objective.gae import gae
 from megatron_gspo.objective.gmpo import gmpo
 from megatron_gspo.objective.grpo import clipped_tokens
 from megatron_gspo.objective.gspo import gspo_token
@@ -22,6 +23,7 @@ from megatron_gspo.objective.sapo import sapo
 from megatron_gspo.objective.sft import sft_loss
 from megatron_gspo.objective.surrogate import Objective, Surrogate
 from megatron_gspo.objective.tokens import Tokens
+from megatron_gspo.objective.value import ValueTokens, value_loss
 from megatron_gspo.objective.vespo import vespo
 
 __all__ = [
@@ -31,9 +33,11 @@ __all__ = [
     "Surrogate",
     "Tokens",
     "Totals",
+    "ValueTokens",
     "cispo",
     "clipped_tokens",
     "dppo",
+    "gae",
     "gmpo",
     "group_relative",
     "gspo_token",
@@ -50,6 +54,7 @@ __all__ = [
     "sft_loss",
     "token_weights",
     "truncated_importance_sampling",
+    "value_loss",
     "vespo",
     "zero_variance_share",
 ]
