@@ -30,7 +30,7 @@ def ratio_diagnostics(x: Ratios, term: Surrogate) -> dict[str, Metric]:
     """
     count = x.used.double().sum()
     log_r = x.log_ratio
-    share = torch.where(x.used, x.spread(1.0 / x.lens.clamp(min=1)), 0.0)
+    share = torch.where(x.used, x.spread(x.lens.clamp(min=1).double().reciprocal()), 0.0)
     return {
         "clip_fraction": TokenMean((term.clipped & x.used).double().sum(), count),
         "clip_fraction_sequence": TokenMean((term.clipped * share).sum(), share.sum()),

@@ -50,7 +50,7 @@ def policy_loss(
 
 
 def _with_slope(slope: Tensor, x: Ratios) -> Tensor:
-    """Exactly 0, with the gradient `slope` [t] for log pi."""
+    """Exactly 0, with the gradient `slope` [t] for log pi; beyond its dtype the largest, as an infinity ends in nan."""
     logp = torch.where(x.used & x.logp.isfinite(), x.tokens.logp, 0.0)
-    product = torch.dot(slope.to(logp.dtype), logp)
-    return (product - product.detach()).double()
+    largest = torch.finfo(logp.dtype).max
+    return torch.dot(slope.clamp(-largest, largest).to(logp.dtype), logp - logp.detach()).double()

@@ -30,7 +30,7 @@ class Member:
 
 def oracle_member(name: str, hp: dict[str, float]) -> Member:
     """The objective that the oracle calls `name`, with the numbers of a case's `hp`."""
-    return _ORACLE[name](hp)
+    return ORACLE[name](hp)
 
 
 def _gspo(hp: dict[str, float]) -> Member:
@@ -46,7 +46,7 @@ def _clipped(
     )
 
 
-_ORACLE: dict[str, Callable[[dict[str, float]], Member]] = {
+ORACLE: dict[str, Callable[[dict[str, float]], Member]] = {
     "gspo": _gspo,
     "gspo_token": _gspo,
     "grpo": _clipped("sequence_mean"),
