@@ -21,7 +21,7 @@ from megatron_gspo.batch.record import write_record
 from megatron_gspo.config import load_recipe
 from megatron_gspo.loop import launch
 from tests.gpu.process import CPU, GPU, in_process
-from tests.loop.test_layouts import make_batch
+from tests.loop.batches import make_batch
 from tests.loop.test_resume import outcome
 from tests.loop.tiny import tiny_checkpoint
 

@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from megatron_gspo.batch.record import write_record
 from megatron_gspo.config import load_recipe
 from megatron_gspo.loop.report import StepReport
 from megatron_gspo.loop.signals import StopRequest
 from megatron_gspo.loop.state import whole_checkpoints
 from megatron_gspo.loop.worker import train_and_export
-from tests.loop.test_layouts import make_batch
+from tests.loop.batches import write_records
 from tests.loop.tiny import tiny_checkpoint
 from tests.ranks import run_ranks
 
@@ -47,13 +46,7 @@ def checkpoint(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory) -> Path:
-    """Rollouts of an earlier run, one record a step; plausible log-probabilities do not matter to the trainer."""
-    directory = tmp_path_factory.mktemp("records")
-    for step in range(STEPS):
-        batch = make_batch(seed=step)
-        rows = range(batch.index.n)
-        write_record(directory / f"step_{step:06d}", batch.index, batch.rows(rows), [{"row": row} for row in rows])
-    return directory
+    return write_records(tmp_path_factory.mktemp("records"), STEPS)
 
 
 def recipe_file(directory: Path, checkpoint: Path, records: Path, run_dir: Path) -> Path:

@@ -8,9 +8,9 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 
-def tiny_checkpoint(path: Path) -> Path:
+def tiny_checkpoint(path: Path, seed: int = 1) -> Path:
     """Write it to `path`: 4 layers, hidden 64, 8 experts, vocabulary 96."""
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     config = Qwen3MoeConfig(
         vocab_size=96,
         hidden_size=64,
