@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from megatron_gspo.config import GspoConfig, RecipeError, RolloutConfig, Schedule, SftConfig, load_recipe
+from megatron_gspo.config import OBJECTIVES, GspoConfig, RecipeError, RolloutConfig, Schedule, SftConfig, load_recipe
 from tests.config.recipes import GSPO, SFT, edit, refusal, write
 
 
@@ -110,7 +110,7 @@ REFUSED = [
         "run:\n",
         "foo: 3\nrun:\n",
         "r.yaml:1: foo = 3: no such key; "
-        "valid: run, policy, objective, advantage, batch, data, rollout, reward, observe",
+        "valid: run, policy, objective, advantage, correction, critic, batch, data, rollout, reward, observe",
     ),
     ("steps: 10", "steps: ten", "r.yaml:3: run.steps = 'ten': expected int"),
     ("steps: 10", "steps: 1.5", "r.yaml:3: run.steps = 1.5: expected int"),
@@ -126,7 +126,8 @@ REFUSED = [
     ),
     ("hf: no/such/model", "hf: x\n  ddp: 3", "r.yaml:6: policy.ddp = 3: expected mapping of str"),
     ("name: gspo", "name: gspoo", "r.yaml:9: objective.name = 'gspoo': no such objective; did you mean gspo?"),
-    ("name: gspo", "name: dpo2", "r.yaml:9: objective.name = 'dpo2': no such objective; valid: gspo, sft"),
+    ("name: gspo", "name: dpo2", "r.yaml:9: objective.name = 'dpo2': no such objective; did you mean dppo?"),
+    ("name: gspo", "name: x", f"r.yaml:9: objective.name = 'x': no such objective; valid: {', '.join(OBJECTIVES)}"),
     ("name: gspo", "name: [gspo]", "r.yaml:9: objective.name = ['gspo']: no such objective; did you mean gspo?"),
     (
         "name: gspo",
@@ -135,7 +136,11 @@ REFUSED = [
     ),
     ("steps: 10", "steps: \x00", "r.yaml: YAML: unacceptable character #x0000"),
     ("  steps: 10\n", "", "r.yaml:1: run.steps: required, but not set; RL steps (batches)"),
-    ("objective:\n  name: gspo\n", "", "r.yaml: objective.name: required, but not set; valid: gspo, sft"),
+    (
+        "objective:\n  name: gspo\n",
+        "",
+        f"r.yaml: objective.name: required, but not set; valid: {', '.join(OBJECTIVES)}",
+    ),
     ("steps: 10", "steps: ${run.stepz}", "r.yaml:3: run.steps: Interpolation key 'run.stepz' not found"),
     ("steps: 10", "steps: ${run.dir}", "r.yaml:3: run.steps: While dereferencing interpolation '${run.dir}'"),
     ("steps: 10", "steps: 10\n  steps: 11", "r.yaml:4: YAML: found duplicate key steps"),

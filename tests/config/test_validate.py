@@ -6,7 +6,15 @@ import json
 
 import pytest
 
-from megatron_gspo.config import RecipeError, load_recipe, validate
+from megatron_gspo.config import (
+    CriticConfig,
+    GaeConfig,
+    GroupConfig,
+    LeaveOneOutConfig,
+    RecipeError,
+    load_recipe,
+    validate,
+)
 from tests.config.recipes import GSPO, SFT, edit, refusal, write
 
 GSPO_CONTRADICTIONS = [
@@ -32,7 +40,57 @@ GSPO_CONTRADICTIONS = [
     ),
     ("name: gspo", "name: gspo\n  clip_low: 1", "r.yaml:10: objective.clip_low = 1.0: must be > 0 and < 1"),
     # Sections that the objective needs
-    ("advantage: {}\n", "", "r.yaml: advantage: required by the objective 'gspo', but not set; add `advantage: {}`"),
+    (
+        "advantage: {}\n",
+        "advantage: null\n",
+        "r.yaml:10: advantage: required by the objective 'gspo', but not set; add `advantage: {}`",
+    ),
+    # Advantages, critic, corrections
+    (
+        "advantage: {}",
+        "advantage: {estimator: gae}",
+        "r.yaml:10: advantage.estimator = 'gae': gives every token its own advantage, and the objective 'gspo' takes "
+        "one per response; valid: group, leave_one_out; or another objective",
+    ),
+    (
+        "advantage: {}",
+        "advantage: {estimator: leave_one_out, eps: 1}",
+        "r.yaml:10: advantage.eps = 1: the advantage estimator 'leave_one_out' does not use this key; "
+        "its keys: estimator",
+    ),
+    (
+        "advantage: {}",
+        "advantage: {normalize_std: false, eps: 1}",
+        "r.yaml:10: advantage.eps = 1.0: has no effect: advantages are not divided by a standard deviation; "
+        "remove it (default 1e-06)",
+    ),
+    (
+        "  name: gspo\nadvantage: {}",
+        "  name: ppo\nadvantage: {estimator: group}",
+        "r.yaml:10: advantage.estimator = 'group': the objective 'ppo' takes its advantages from a critic; "
+        "set advantage.estimator: gae, or take objective.name: grpo",
+    ),
+    (
+        "advantage: {}",
+        "critic: {}",
+        "r.yaml:10: critic: advantage.estimator 'group' uses no critic; remove it, or set advantage.estimator: gae",
+    ),
+    (
+        "advantage: {}",
+        "correction: {}",
+        "r.yaml:10: correction: corrects nothing; add truncate, icepop, sequence_mask or opsm",
+    ),
+    (
+        "advantage: {}",
+        "correction: {truncate: {}, icepop: {}}",
+        "r.yaml:10: correction.truncate: together with correction.icepop, both weigh terms by pi_old / pi_rollout; "
+        "choose one",
+    ),
+    (
+        "  name: gspo\nadvantage: {}",
+        "  name: dppo\ncorrection: {truncate: {}}",
+        "r.yaml:10: correction: the objective 'dppo' does not use this section; remove it, or set correction: null",
+    ),
     (
         "rollout:\n  max_new_tokens: 16\n",
         "",
@@ -47,14 +105,12 @@ GSPO_CONTRADICTIONS = [
     (
         "samples: 16",
         "samples: 1",
-        "r.yaml:13: batch.samples = 1: group-relative advantages compare the responses to one prompt "
-        "and need at least 2",
+        "r.yaml:13: batch.samples = 1: the advantage estimator 'group' compares responses to one prompt: at least 2",
     ),
     (
         "  samples: 16\n",
         "",
-        "r.yaml:11: batch.samples = 1 (default): group-relative advantages compare the responses to one prompt "
-        "and need at least 2",
+        "r.yaml:11: batch.samples = 1 (default): the advantage estimator 'group' compares responses to one prompt: at least 2",
     ),
     (
         "mini_batches: 2",
@@ -307,3 +363,17 @@ def test_broken_model_config_is_named(tmp_path):
     path, model = write(tmp_path, GSPO), model_recipe(tmp_path, MOE)
     (tmp_path / "hf" / "config.json").write_text("{")
     assert refusal(path, *model).startswith("command line: policy.hf = 'hf': hf/config.json is not JSON: ")
+
+
+def test_an_objective_brings_what_its_paper_has_in_other_sections(tmp_path):
+    def loaded(name: str, *overrides: str):
+        return load_recipe(
+            write(tmp_path, edit(GSPO, ("advantage: {}\n", ""))), [f"objective={{name: {name}}}", *overrides]
+        )
+
+    assert loaded("grpo").advantage == GroupConfig(normalize_std=True)
+    assert loaded("dr_grpo").advantage == GroupConfig(normalize_std=False)
+    assert loaded("dr_grpo", "advantage.normalize_std=true").advantage == GroupConfig(normalize_std=True)
+    assert loaded("dr_grpo", "advantage.estimator=leave_one_out").advantage == LeaveOneOutConfig()
+    assert loaded("ppo").advantage == GaeConfig() and loaded("ppo").critic == CriticConfig()
+    assert loaded("ppo", "advantage.lam=1", "critic.clip=null").critic == CriticConfig(clip=None)
