@@ -110,7 +110,8 @@ GSPO_CONTRADICTIONS = [
     (
         "  samples: 16\n",
         "",
-        "r.yaml:11: batch.samples = 1 (default): the advantage estimator 'group' compares responses to one prompt: at least 2",
+        "r.yaml:11: batch.samples = 1 (default): the advantage estimator 'group' compares responses to one prompt: "
+        "at least 2",
     ),
     (
         "mini_batches: 2",
