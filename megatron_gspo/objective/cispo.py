@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from megatron_gspo.objective.surrogate import Surrogate, weighted_policy_gradient
 from megatron_gspo.objective.tokens import Ratios
 
@@ -13,5 +11,6 @@ def cispo(x: Ratios, *, clip_high: float) -> Surrogate:
 
     The weight is clipped, never the gradient: `clipped` marks tokens whose weight was.
     """
-    weight = x.log_ratio.exp().clamp(max=1 + clip_high)
-    return weighted_policy_gradient(weight, x, clipped=x.log_ratio > math.log1p(clip_high), log_ratio=x.log_ratio)
+    r = x.log_ratio.exp()
+    is_clipped = (r > 1 + clip_high) & (x.advantages != 0)
+    return weighted_policy_gradient(r.clamp(max=1 + clip_high), x, clipped=is_clipped, log_ratio=x.log_ratio)

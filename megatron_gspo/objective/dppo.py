@@ -31,8 +31,9 @@ def _total_variation(x: Ratios) -> Tensor:
 
 
 def _kl(x: Ratios) -> Tensor:
-    mu = x.old_logp.exp()
-    rest = torch.log1p(-mu) - torch.log1p(-x.logp.exp())
+    # Rounding may leave a probability above 1.
+    mu, pi = x.old_logp.exp(), x.logp.exp().clamp(max=1.0)
+    rest = torch.log1p(-mu) - torch.log1p(-pi)
     return -mu * x.log_ratio + torch.where(mu < 1, (1 - mu) * rest, 0.0)
 
 

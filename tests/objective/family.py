@@ -21,11 +21,15 @@ from megatron_gspo.objective import (
 
 @dataclass(frozen=True)
 class Member:
-    """An objective of the family: its function, its aggregation, and whether its advantages lack the std."""
+    """An objective of the family: its function and aggregation.
+
+    without_std: its advantages lack the std. token_advantages: they may differ along a response.
+    """
 
     objective: Objective
     aggregation: str
     without_std: bool = False
+    token_advantages: bool = True
 
 
 def oracle_member(name: str, hp: dict[str, float]) -> Member:
@@ -58,15 +62,19 @@ ORACLE: dict[str, Callable[[dict[str, float]], Member]] = {
 }
 
 # Narrow trust regions, so that small test data clips some tokens under each of them.
+_GSPO = partial(gspo_token, clip_low=0.02, clip_high=0.03)
 FAMILY: dict[str, Member] = {
-    "gspo": Member(partial(gspo_token, clip_low=0.02, clip_high=0.03), "sequence_mean"),
+    "gspo": Member(_GSPO, "sequence_mean", token_advantages=False),
+    "gspo_token": Member(_GSPO, "sequence_mean"),
     "grpo": Member(partial(clipped_tokens, clip_low=0.1, clip_high=0.1), "sequence_mean"),
     "dapo": Member(partial(clipped_tokens, clip_low=0.1, clip_high=0.15), "token_mean"),
     "dr_grpo": Member(partial(clipped_tokens, clip_low=0.1, clip_high=0.1), "constant", without_std=True),
     "sapo": Member(partial(sapo, tau_pos=1.0, tau_neg=1.05), "sequence_mean"),
     "cispo": Member(partial(cispo, clip_high=0.1), "token_mean"),
-    "gmpo": Member(partial(gmpo, clip_low=0.1, clip_high=0.1), "sequence_mean"),
-    "vespo": Member(partial(vespo, k_pos=2.0, lambda_pos=3.0, k_neg=3.0, lambda_neg=2.0), "token_mean"),
+    "gmpo": Member(partial(gmpo, clip_low=0.1, clip_high=0.1), "sequence_mean", token_advantages=False),
+    "vespo": Member(
+        partial(vespo, k_pos=2.0, lambda_pos=3.0, k_neg=3.0, lambda_neg=2.0), "token_mean", token_advantages=False
+    ),
     "dppo_tv": Member(partial(dppo, divergence="tv", delta=0.05, max_ratio=1.1), "token_mean"),
     "dppo_kl": Member(partial(dppo, divergence="kl", delta=0.005, max_ratio=1.1), "token_mean"),
     "minirl": Member(partial(minirl, clip_low=0.1, clip_high=0.1, max_weight=1.2), "sequence_sum"),
