@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -67,39 +67,39 @@ def _shard_all(mine: Trajectories, plan: MiniBatch, layout: Layout, device: torc
     ]
 
 
-def gather_logp(
-    cuts: Sequence[Cut], logp: Sequence[Sequence[Tensor]], index: TrajectoryIndex, layout: Layout
+def gather_tokens(
+    cuts: Sequence[Cut], values: Sequence[Sequence[Tensor]], index: TrajectoryIndex, layout: Layout
 ) -> Tensor:
-    """[sum of lens] float32 on every rank: the log-probability of every token of the batch, 0 where none was scored.
+    """[sum of lens] float32 on the CPU of every rank: a number for every token of the batch, 0 where none trains.
 
-    `logp[k][j]` is [t] for mini-batch k, micro-batch j on the last pipeline stage (empty elsewhere). Collective.
+    `values[k][j]` is [t] for mini-batch k, micro-batch j on the last pipeline stage, where labels are. Collective.
     """
-    starts = index.lens.cumsum(0) - index.lens
     device = cuts[0].micro_batches[0].tokens.device
     flat = torch.zeros(int(index.lens.sum()), dtype=torch.float32, device=device)
-    for cut, scored in zip(cuts, logp, strict=True):
-        for micro_batch, values in zip(cut.micro_batches, scored, strict=layout.is_last_stage):
-            lens = micro_batch.offsets.diff()
-            document_start = torch.repeat_interleave(starts[micro_batch.rows.cpu()].to(device), lens)
-            used = int(micro_batch.offsets[-1])
-            place = document_start + micro_batch.position_ids[0, :used] + 1
-            trains = micro_batch.loss_mask[:used]
-            flat[place[trains]] = values[:used][trains]
+    if layout.is_last_stage:
+        for cut, scored in zip(cuts, values, strict=True):
+            for micro_batch, local in zip(cut.micro_batches, scored, strict=True):
+                flat[_places(micro_batch, index)] = local[micro_batch.loss_mask].float()
     dist.all_reduce(flat, group=layout.pgs.dp_cp)
     dist.broadcast(flat, group=layout.pgs.pp, group_src=layout.pp - 1)
     return flat.cpu()
 
 
-def spread_logp(flat: Tensor, batch: Batch, cuts: Sequence[Cut], layout: Layout) -> list[list[Tensor]]:
-    """The inverse of `gather_logp` for this rank's micro-batches: [t] each, on the labels' positions."""
-    assert len(flat) == batch.index.lens.sum(), "old log-probabilities belong to another batch"
-    starts = batch.index.lens.cumsum(0) - batch.index.lens
-    result = []
-    for cut in cuts:
-        rows = _my_rows(cut.plan, layout)
-        mine = batch.rows(rows)
-        place = torch.cat([starts[row] + torch.arange(int(batch.index.lens[row])) for row in rows] or [starts[:0]])
-        mine = replace(mine, logprobs=flat[place])
-        device = cut.micro_batches[0].tokens.device
-        result.append([part.rollout_logprobs for part in _shard_all(mine, cut.plan, layout, device)])
-    return result
+def spread_tokens(flat: Tensor, cuts: Sequence[Cut], index: TrajectoryIndex) -> list[list[Tensor]]:
+    """The inverse of `gather_tokens` for this rank's micro-batches: [t] each, in the dtype of `flat`."""
+    assert len(flat) == index.lens.sum(), "these numbers belong to another batch"
+    return [[_spread(flat, micro_batch, index) for micro_batch in cut.micro_batches] for cut in cuts]
+
+
+def _spread(flat: Tensor, micro_batch: MicroBatch, index: TrajectoryIndex) -> Tensor:
+    mine = flat[_places(micro_batch, index).cpu()].to(micro_batch.tokens.device)
+    zeros = torch.zeros(micro_batch.loss_mask.shape, dtype=flat.dtype, device=mine.device)
+    return zeros.masked_scatter_(micro_batch.loss_mask, mine)
+
+
+def _places(micro_batch: MicroBatch, index: TrajectoryIndex) -> Tensor:
+    """[k] int64: where the k trained labels of a micro-batch stand among all tokens of the batch, row after row."""
+    starts = (index.lens.cumsum(0) - index.lens)[micro_batch.rows.cpu()].to(micro_batch.tokens.device)
+    used = int(micro_batch.offsets[-1])
+    labels = torch.repeat_interleave(starts, micro_batch.offsets.diff()) + micro_batch.position_ids[0, :used] + 1
+    return labels[micro_batch.loss_mask[:used]]

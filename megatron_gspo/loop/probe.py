@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from megatron_gspo.batch.pack import MiniBatch, Plan
 from megatron_gspo.config import Recipe
 from megatron_gspo.data import make_source, tokenize
-from megatron_gspo.loop.cut import cut_batch, gather_logp
+from megatron_gspo.loop.cut import cut_batch, gather_tokens
 from megatron_gspo.loop.given import assemble
 from megatron_gspo.loop.source import GivenBatch
 from megatron_gspo.policy.layout import Layout
@@ -54,7 +54,7 @@ def score_probe(stepper: Stepper, tokens: Tensor, layout: Layout, device: torch.
     )
     cuts = cut_batch(GivenBatch(index, trajectories), plan, layout, device)
     scored = [[logp for logp, _ in stepper.score(cut.micro_batches, temperature=1.0)] for cut in cuts]
-    logp = gather_logp(cuts, scored, index, layout).view(copies, -1)[:, 1:]
+    logp = gather_tokens(cuts, scored, index, layout).view(copies, -1)[:, 1:]
     apart = (logp - logp[0]).abs().max().item()
     if not apart <= REPLICA_TOLERANCE:
         raise RuntimeError(f"data-parallel replicas differ by {apart:.3g} in the probe's log-probabilities")

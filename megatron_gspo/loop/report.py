@@ -29,9 +29,9 @@ class StepReport:
         self._recipe = recipe
         self._is_main = is_main
         self._phases = Phases()
-        self._parts: list[dict[str, Metric]] = []
+        self._parts: dict[str, list[dict[str, Metric]]] = {}
         self._scalars: dict[str, float] = {}
-        self._updates: list[tuple[float, float, bool]] = []
+        self._updates: dict[str, list[tuple[float, float, bool]]] = {}
         self._log: MetricsLog | None = None
         self._progress: Progress | None = None
 
@@ -63,10 +63,11 @@ class StepReport:
         """A number of this step that rank 0 knows already."""
         self._scalars[name] = value
 
-    def add(self, parts: Sequence[dict[str, Metric]], grad_norm: float, lr: float, applied: bool) -> None:
-        """What one optimizer step reports: metrics of this rank's micro-batches (last stage only), and scalars."""
-        self._parts += parts
-        self._updates.append((grad_norm, lr, applied))
+    def add(self, model: str, parts: Sequence[dict[str, Metric]], grad_norm: float, lr: float, applied: bool) -> None:
+        """What one optimizer step of `model` (policy or critic) reports: metrics of this rank's micro-batches (last
+        stage only), and scalars."""
+        self._parts.setdefault(model, []).extend(parts)
+        self._updates.setdefault(model, []).append((grad_norm, lr, applied))
 
     def finish(self, step: int, weight_version: int, index: TrajectoryIndex, cuts: Sequence[Cut], layout: Layout):
         """Reduce and write the report of `step`. Collective over all ranks."""
@@ -74,14 +75,11 @@ class StepReport:
         if self._log and self._progress:
             seconds = self._phases.take()
             tokens = sum(cut.num_tokens for cut in cuts)
-            norms, lrs, applied = zip(*self._updates, strict=True)
             metrics |= _batch_metrics(index, has_rewards=self._recipe.reward is not None)
             metrics |= self._scalars | seconds
+            for model, updates in self._updates.items():
+                metrics |= _update_metrics(model, updates)
             metrics |= {
-                "policy/grad_norm": sum(norms) / len(norms),
-                "policy/lr": lrs[-1],
-                "policy/updates": float(len(applied)),
-                "policy/skipped_updates": float(len(applied) - sum(applied)),
                 "perf/tokens_per_s": tokens / (seconds["time/step"] - seconds.get("time/save", 0.0)),
                 "perf/padding": _padding_share(cuts, tokens, layout.dp),
                 "perf/peak_memory_gb": _peak_memory_gb(),
@@ -89,7 +87,7 @@ class StepReport:
             }
             self._log.log(step, metrics)
             self._progress.update(step, metrics)
-        self._parts, self._scalars, self._updates = [], {}, []
+        self._parts, self._scalars, self._updates = {}, {}, {}
 
     def summary(self) -> None:
         """Print the table of the run on rank 0."""
@@ -108,17 +106,31 @@ class StepReport:
         box: list[dict[str, float]] = [{}]
         if layout.is_last_stage:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-            box[0] = reduce_metrics(
-                merge(self._parts), dp_cp_group=layout.pgs.dp_cp, dp_group=layout.pgs.dp, device=device
-            )
+            metrics = {
+                _name(model, name): m for model, parts in self._parts.items() for name, m in merge(parts).items()
+            }
+            box[0] = reduce_metrics(metrics, dp_cp_group=layout.pgs.dp_cp, dp_group=layout.pgs.dp, device=device)
             # Shares of a loss add up to one mini-batch's loss; report the mean over the step's mini-batches.
-            box[0]["loss"] /= len(self._updates)
+            for model, updates in self._updates.items():
+                box[0][_name(model, "loss")] /= len(updates)
         dist.broadcast_object_list(box, layout.last_stage_rank, group=layout.pgs.pp)
-        return {_name(name): value for name, value in box[0].items()}
+        return box[0]
 
 
-def _name(name: str) -> str:
-    return f"policy/{_POLICY[name]}" if name in _POLICY else f"objective/{name}"
+def _name(model: str, name: str) -> str:
+    if model == "policy":
+        return f"policy/{_POLICY[name]}" if name in _POLICY else f"objective/{name}"
+    return f"{model}/{name}"
+
+
+def _update_metrics(model: str, updates: Sequence[tuple[float, float, bool]]) -> dict[str, float]:
+    norms, lrs, applied = zip(*updates, strict=True)
+    return {
+        f"{model}/grad_norm": sum(norms) / len(norms),
+        f"{model}/lr": lrs[-1],
+        f"{model}/updates": float(len(applied)),
+        f"{model}/skipped_updates": float(len(applied) - sum(applied)),
+    }
 
 
 def _batch_metrics(index: TrajectoryIndex, *, has_rewards: bool) -> dict[str, float]:

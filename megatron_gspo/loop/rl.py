@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_gspo.config import OnNonFinite, PolicyObjective, Recipe
-from megatron_gspo.loop.advantages import sequence_advantages
-from megatron_gspo.loop.cut import Cut, cut_batch, gather_logp, make_plan, spread_logp
+from megatron_gspo.loop.advantages import Targets, make_targets
+from megatron_gspo.loop.critic import Critic, make_value_loss
+from megatron_gspo.loop.cut import Cut, cut_batch, gather_tokens, make_plan, spread_tokens
 from megatron_gspo.loop.loss import MiniBatchTerms, make_loss, totals_of
 from megatron_gspo.loop.on_policy import check_on_policy
 from megatron_gspo.loop.report import StepReport
@@ -33,34 +34,58 @@ class Run:
     stepper: Stepper
     optimizer: Any
     scheduler: Any
+    critic: Critic | None
+    reference: Stepper | None
     source: BatchSource
     stop: StopRequest
     device: torch.device
     control: dist.ProcessGroup  # gloo, all trainer ranks
     sync_weights: Callable[[int], None]  # collective; the servers hold this version afterwards
-    save: Callable[[RunState, Tensor | None], Path]
+    save: Callable[[RunState, Mapping[str, Tensor]], Path]
     report: StepReport
 
 
-def train(run: Run, state: RunState, old_logp: Tensor | None) -> RunState:
-    """Train until the last step or until asked to stop; every checkpoint that is due is on disk at the end."""
+# Per token and computed before a step's first update, by name ("old_logp", "ref_logp", "values"): [k][j] is [t] fp32
+# for mini-batch k, micro-batch j on the last pipeline stage. A name that is missing was not needed.
+Scores = Mapping[str, Sequence[Sequence[Tensor]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A step that is ready for its updates."""
+
+    batch: Batch
+    cuts: list[Cut]
+    scores: Scores
+    targets: Targets
+
+    def score(self, name: str, number: int) -> Sequence[Tensor] | None:
+        """The score `name` of mini-batch `number`, or None where there is none of that name."""
+        return self.scores[name][number] if name in self.scores else None
+
+
+def train(run: Run, state: RunState, saved: Mapping[str, Tensor]) -> RunState:
+    """Train until the last step or until asked to stop; every checkpoint that is due is on disk at the end.
+
+    saved: the scores of a step that was left half-way, each [total tokens of the batch].
+    """
     run.sync_weights(state.weight_version)
     run.report.begin()
     while state.step < run.recipe.run.steps and not run.stop.agreed():
         before = state
-        state, old_logp = _step(run, state, old_logp)
+        state, saved = _step(run, state, saved)
         if state.mini_batch or state == before:
             break
         if run.recipe.run.save_every and state.step % run.recipe.run.save_every == 0:
             with run.report.span("save"):  # counts to the step that comes next
-                run.save(state, None)
+                run.save(state, {})
     if not is_saved(Path(run.recipe.run.dir), state):
-        run.save(state, old_logp)
+        run.save(state, saved)
     return state
 
 
-def _step(run: Run, state: RunState, old_logp: Tensor | None) -> tuple[RunState, Tensor | None]:
-    """One step from `state`; left early, it returns the state to continue from and the old log-probabilities."""
+def _step(run: Run, state: RunState, saved: Mapping[str, Tensor]) -> tuple[RunState, Mapping[str, Tensor]]:
+    """One step from `state`; left early, it returns the state to continue from and the scores to continue with."""
     span = run.report.span
     record = Path(state.record) if state.record else None
     if record and not record.exists():
@@ -71,49 +96,82 @@ def _step(run: Run, state: RunState, old_logp: Tensor | None) -> tuple[RunState,
     with span("rollout"):
         batch = RecordedBatch(record) if record else run.source.fetch(state.step, state.weight_version)
     if batch is None:
-        return state, old_logp
+        return state, saved
     with span("pack"):
         plan = make_plan(batch.index, run.recipe.batch, run.layout, run.stepper.model.hf_config)
         cuts = cut_batch(batch, plan, run.layout, run.device)
     with span("score"):
-        old = _old_logp(run, batch, cuts, old_logp)
-    advantages = sequence_advantages(run.recipe, batch.index)
+        if state.mini_batch:  # the models have moved since: only what was saved is from before the first update
+            scores = {name: spread_tokens(flat, cuts, batch.index) for name, flat in saved.items()}
+        else:
+            scores = _score(run, cuts)
+        targets = make_targets(run.recipe, batch.index, cuts, scores.get("values", []), run.layout)
+    step = Step(batch=batch, cuts=cuts, scores=scores, targets=targets)
     for number in range(state.mini_batch, len(cuts)):
         if number > state.mini_batch and run.stop.agreed_expired():
             left = replace(state, mini_batch=number, record=str(batch.record) if batch.record else None)
-            return left, None if old is None else gather_logp(cuts, old, batch.index, run.layout)
+            return left, {name: gather_tokens(cuts, of, batch.index, run.layout) for name, of in scores.items()}
         with span("update"):
-            _update(run, batch, cuts[number], None if old is None else old[number], advantages, check=number == 0)
+            _update_policy(run, step, number)
+            if run.critic:
+                _update_critic(run, run.critic, step, number)
     state = RunState(step=state.step + 1, weight_version=state.weight_version + 1)
     with span("sync"):
         run.sync_weights(state.weight_version)
     run.report.finish(state.step - 1, state.weight_version, batch.index, cuts, run.layout)
-    return state, None
+    return state, {}
 
 
-def _old_logp(run: Run, batch: Batch, cuts: list[Cut], saved: Tensor | None) -> list[list[Tensor]] | None:
-    """The old policy's log-probabilities per mini-batch and micro-batch; None when the policy is its own old policy."""
-    if saved is not None:
-        return spread_logp(saved, batch, cuts, run.layout)
-    objective = run.recipe.objective
-    if len(cuts) == 1 or not isinstance(objective, PolicyObjective) or objective.anchored_to_rollout:
-        return None
-    return [[logp for logp, _ in run.stepper.score(cut.micro_batches)] for cut in cuts]
+def _score(run: Run, cuts: list[Cut]) -> dict[str, list[list[Tensor]]]:
+    """What the models say of the batch before any of them changes."""
+    objective, scores = run.recipe.objective, {}
+    # With one mini-batch the policy is its own old policy, and its update computes the same numbers.
+    if len(cuts) > 1 and isinstance(objective, PolicyObjective) and not objective.anchored_to_rollout:
+        scores["old_logp"] = _logp(run.stepper, cuts)
+    if run.reference:
+        scores["ref_logp"] = _logp(run.reference, cuts)
+    if run.critic:
+        scores["values"] = run.critic.score(cuts)
+    return scores
 
 
-def _update(run: Run, batch: Batch, cut: Cut, old: list[Tensor] | None, advantages: Tensor, *, check: bool) -> None:
-    rows = list(cut.plan.rows)
+def _logp(stepper: Stepper, cuts: list[Cut]) -> list[list[Tensor]]:
+    return [[logp for logp, _ in stepper.score(cut.micro_batches)] for cut in cuts]
+
+
+def _update_policy(run: Run, step: Step, number: int) -> None:
+    """One optimizer step of the policy on mini-batch `number`."""
+    cut, trained_lens = step.cuts[number], step.batch.index.trained_lens
+    old_logp, ref_logp = step.score("old_logp", number), step.score("ref_logp", number)
     terms = MiniBatchTerms(
-        advantages=advantages,
-        trained_lens=batch.index.trained_lens,
-        old_logp=old,
-        ref_logp=None,
-        totals=totals_of(run.recipe, batch.index.trained_lens[rows]),
+        advantages=step.targets.advantages[number],
+        trained_lens=trained_lens,
+        old_logp=old_logp,
+        ref_logp=ref_logp,
+        totals=totals_of(run.recipe, trained_lens[list(cut.plan.rows)]),
         cp_group=run.layout.pgs.cp,
     )
     metrics = run.stepper.forward_backward(cut.micro_batches, make_loss(run.recipe, terms), cut.num_tokens)
-    if check and old is not None:
+    if number == 0 and old_logp is not None:
         check_on_policy(run.recipe.objective, metrics, run.control)
+    run.report.add("policy", metrics, *_apply(run, run.optimizer, run.scheduler, "policy"))
+
+
+def _update_critic(run: Run, critic: Critic, step: Step, number: int) -> None:
+    """One optimizer step of the critic on mini-batch `number`."""
+    assert run.recipe.critic is not None
+    cut = step.cuts[number]
+    loss = make_value_loss(
+        step.scores["values"][number],
+        step.targets.returns[number],
+        num_tokens=int(step.batch.index.trained_lens[list(cut.plan.rows)].sum()),
+        clip=run.recipe.critic.clip,
+        cp_group=run.layout.pgs.cp,
+    )
+    metrics = critic.stepper.forward_backward(cut.micro_batches, loss, cut.num_tokens)
+    run.report.add("critic", metrics, *_apply(run, critic.optimizer, critic.scheduler, "critic"))
+
+
+def _apply(run: Run, optimizer: Any, scheduler: Any, what: str) -> tuple[float, float, bool]:
     skip = run.recipe.run.on_non_finite is OnNonFinite.skip
-    norm, lr, applied = apply_gradients(run.optimizer, run.scheduler, skip_non_finite=skip)
-    run.report.add(metrics, norm, lr, applied)
+    return apply_gradients(optimizer, scheduler, skip_non_finite=skip, what=what)

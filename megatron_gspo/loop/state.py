@@ -1,10 +1,10 @@
-"""Checkpoints of a run: the policy's state and the run's position, on disk whole or not at all."""
+"""Checkpoints of a run: the state of its trained models and its position, on disk whole or not at all."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-_STATE, _POLICY, _OLD_LOGP = "run_state.json", "policy", "old_logp.safetensors"
+_STATE, _SCORES = "run_state.json", "scores.safetensors"
 _PARTIAL = ".partial"
 
 
@@ -34,15 +34,17 @@ def checkpoint_dir(run_dir: Path, state: RunState) -> Path:
 def save_checkpoint(
     run_dir: Path,
     state: RunState,
-    save_policy: Callable[[Path], None],
-    old_logp: Tensor | None,
+    models: Mapping[str, Callable[[Path], None]],
+    scores: Mapping[str, Tensor],
     *,
     keep: int,
     group: dist.ProcessGroup,
 ) -> Path:
     """Write a checkpoint into a temporary sibling and rename it when all ranks are done. Collective.
 
-    `old_logp` [total tokens of the batch] fp32 belongs to a step left half-way and is the same on every rank.
+    models: name of a trained model -> a collective that writes it into a folder of that name. scores: [total tokens of
+    the batch] fp32 each, the same on every rank, of a step left half-way: what was known of its tokens before the
+    first update, and could not be computed again after it.
     The newest `keep` checkpoints stay (0 keeps all); older ones go only after the new one is in place.
     """
     target = checkpoint_dir(run_dir, state)
@@ -51,12 +53,14 @@ def save_checkpoint(
     if first:
         for left in target.parent.glob(f"*{_PARTIAL}"):  # by a run that was killed while saving
             shutil.rmtree(left)
-        (partial / _POLICY).mkdir(parents=True)
+        for name in models:
+            (partial / name).mkdir(parents=True)
     dist.barrier(group)
-    save_policy(partial / _POLICY)
+    for name, save in models.items():
+        save(partial / name)
     if first:
-        if old_logp is not None:
-            save_file({"old_logp": old_logp}, partial / _OLD_LOGP)
+        if scores:
+            save_file(dict(scores), partial / _SCORES)
         (partial / _STATE).write_text(json.dumps(asdict(state), indent=2) + "\n")
     dist.barrier(group)
     if first:
@@ -75,10 +79,11 @@ def whole_checkpoints(run_dir: Path) -> list[Path]:
     return sorted(path for path in found if not path.name.endswith(_PARTIAL))
 
 
-def load_newest(run_dir: Path, load_policy: Callable[[Path], None]) -> tuple[RunState, Tensor | None]:
-    """Restore the newest whole checkpoint of `run_dir`. Collective.
+def load_newest(run_dir: Path, models: Mapping[str, Callable[[Path], None]]) -> tuple[RunState, dict[str, Tensor]]:
+    """Restore the newest whole checkpoint of `run_dir`; returns its state and scores. Collective.
 
-    Raises ValueError when there is none.
+    models: name -> a collective that reads what was saved under that name. Raises ValueError where there is no
+    checkpoint.
     """
     whole = whole_checkpoints(run_dir)
     if not whole:
@@ -87,10 +92,11 @@ def load_newest(run_dir: Path, load_policy: Callable[[Path], None]) -> tuple[Run
             "run.dir, and set run.save_every to have checkpoints"
         )
     newest = whole[-1]
-    load_policy(newest / _POLICY)
+    for name, load in models.items():
+        load(newest / name)
     state = RunState(**json.loads((newest / _STATE).read_text()))
-    path = newest / _OLD_LOGP
-    return state, load_file(path)["old_logp"] if path.exists() else None
+    path = newest / _SCORES
+    return state, load_file(path) if path.exists() else {}
 
 
 def is_saved(run_dir: Path, state: RunState) -> bool:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_gspo.config import Engine, Recipe, load_recipe
 from megatron_gspo.loop.check import check_fields
+from megatron_gspo.loop.critic import build_critic
 from megatron_gspo.loop.environment import Environment, read_environment
+from megatron_gspo.loop.reference import build_reference
 from megatron_gspo.loop.report import StepReport
 from megatron_gspo.loop.rl import Run, train
 from megatron_gspo.loop.sampling import SamplerHandle
@@ -26,9 +29,9 @@ from megatron_gspo.loop.source import BatchSource, GivenBatches, ReplayedBatches
 from megatron_gspo.loop.state import RunState, load_newest, save_checkpoint, whole_checkpoints
 from megatron_gspo.loop.weight_sync import make_weight_sync
 from megatron_gspo.policy import cpu
-from megatron_gspo.policy.checkpoint import load_policy, save_policy
+from megatron_gspo.policy.checkpoint import load_model, save_model
 from megatron_gspo.policy.layout import init_layout
-from megatron_gspo.policy.model import build_model, ddp_config, sync_parameters, wrap
+from megatron_gspo.policy.model import build_model, ddp_config, read_hf_config, sync_parameters, wrap
 from megatron_gspo.policy.optimizer import build_optimizer
 from megatron_gspo.policy.step import Stepper
 from megatron_gspo.weights.bind import bind
@@ -66,10 +69,10 @@ def train_and_export(
     sampler: SamplerHandle | None,
     resume: bool,
 ) -> None:
-    """Build the policy, restore or load it, train, and export when the last step is done. Collective."""
+    """Build the models, restore or load them, train, and export the policy after the last step. Collective."""
     run_dir, policy = Path(recipe.run.dir), recipe.policy
     layout = init_layout(policy.layout, seed=recipe.run.seed, timeout_s=recipe.run.timeout_s)
-    model = build_model(_hf_config(policy.hf), policy, layout)
+    model = build_model(read_hf_config(policy.hf, "policy.hf"), policy, layout)
     binding = bind(model.chunks, model.hf_config, layout.pgs)
     report.say(f"policy {policy.hf} on {layout.world} ranks: dp {layout.dp} {policy.layout}")
     resume = resume and bool(whole_checkpoints(run_dir))  # stopped before its first: begin again
@@ -77,21 +80,25 @@ def train_and_export(
         load_hf(policy.hf, binding)
     chunks = wrap(model, ddp_config(policy), layout)
     optimizer, scheduler = build_optimizer(recipe, chunks, layout)
-    trained = {"chunks": chunks, "optimizer": optimizer, "scheduler": scheduler, "layout": layout}
-    state, old_logp = RunState(step=0, weight_version=0), None
+    critic = build_critic(recipe, layout, load=not resume)
+    reference = build_reference(recipe, layout)
+    trained: dict[str, dict[str, Any]] = {"policy": {"chunks": chunks, "optimizer": optimizer, "scheduler": scheduler}}
+    if critic:
+        trained["critic"] = critic.trained
+    state, scores = RunState(step=0, weight_version=0), dict[str, torch.Tensor]()
     if resume:
-        state, old_logp = load_newest(run_dir, partial(load_policy, **trained))
+        loads = {name: partial(load_model, layout=layout, **parts) for name, parts in trained.items()}
+        state, scores = load_newest(run_dir, loads)
         report.say(f"resuming at step {state.step}, mini-batch {state.mini_batch}")
     report.start(state)
     export = plan_export(binding)
     stepper = Stepper(model, chunks, layout, recipe.rollout.temperature if recipe.rollout else 1.0)
 
-    def save(state: RunState, old_logp: torch.Tensor | None) -> Path:
-        keep = recipe.run.keep_checkpoints
-        sync_parameters(
-            chunks
-        )  # with overlap_param_gather they are those before the last update until the next forward
-        return save_checkpoint(run_dir, state, partial(save_policy, **trained), old_logp, keep=keep, group=control)
+    def save(state: RunState, scores: Mapping[str, torch.Tensor]) -> Path:
+        for parts in trained.values():
+            sync_parameters(parts["chunks"])  # with overlap_param_gather they are those before the last update
+        saves = {name: partial(save_model, layout=layout, **parts) for name, parts in trained.items()}
+        return save_checkpoint(run_dir, state, saves, scores, keep=recipe.run.keep_checkpoints, group=control)
 
     state = train(
         Run(
@@ -100,6 +107,8 @@ def train_and_export(
             stepper=stepper,
             optimizer=optimizer,
             scheduler=scheduler,
+            critic=critic,
+            reference=reference,
             source=_make_source(recipe, sampler, control, stop),
             stop=stop,
             device=device,
@@ -109,7 +118,7 @@ def train_and_export(
             report=report,
         ),
         state,
-        old_logp,
+        scores,
     )
     if state.step < recipe.run.steps:
         report.say(f"stopped before step {state.step + 1} of {recipe.run.steps}; continue with --resume")
@@ -144,13 +153,6 @@ def _init_distributed(recipe: Recipe, environment: Environment) -> torch.device:
         timeout=timedelta(seconds=recipe.run.timeout_s),
     )
     return device
-
-
-def _hf_config(directory: str) -> dict:
-    path = Path(directory) / "config.json"
-    if not path.exists():
-        raise ValueError(f"policy.hf: {path} does not exist; expected the directory of an HF checkpoint")
-    return json.loads(path.read_text())
 
 
 def _start_sampler(recipe: Recipe, report: StepReport) -> SamplerHandle | None:

@@ -1,4 +1,4 @@
-"""Parameters, optimizer, schedule and RNG of the policy in Megatron's torch_dist format."""
+"""Parameters, optimizer, schedule and RNG of a trained model in Megatron's torch_dist format."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def _sharded_state(chunks: Sequence[torch.nn.Module], optimizer, scheduler, layo
     return state
 
 
-def save_policy(directory: Path, chunks: Sequence[torch.nn.Module], optimizer, scheduler, layout: Layout) -> None:
-    """Write the policy's whole training state into the existing, empty `directory`. Collective over all ranks."""
+def save_model(directory: Path, chunks: Sequence[torch.nn.Module], optimizer, scheduler, layout: Layout) -> None:
+    """Write a model's whole training state into the existing, empty `directory`. Collective over all ranks."""
     state = _sharded_state(chunks, optimizer, scheduler, layout, loading=False)
     dist_checkpointing.save(state, str(directory), content_metadata=_content(layout))
 
 
-def load_policy(directory: Path, chunks: Sequence[torch.nn.Module], optimizer, scheduler, layout: Layout) -> None:
-    """Restore what `save_policy` wrote, in place. Collective over all ranks.
+def load_model(directory: Path, chunks: Sequence[torch.nn.Module], optimizer, scheduler, layout: Layout) -> None:
+    """Restore what `save_model` wrote, in place. Collective over all ranks.
 
     Raises ValueError when the checkpoint was written on another layout, since the optimizer state is kept per buffer.
     """

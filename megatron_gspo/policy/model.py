@@ -1,9 +1,11 @@
-"""A rank's share of the policy: bare GPTModel chunks from an HF config, and their wrapping for training."""
+"""A rank's share of a model: bare GPTModel chunks from an HF config, and their wrapping for training or scoring."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +43,23 @@ class Model:
     hf_config: dict[str, Any]
     vocab_size: int
     padded_vocab_size: int
+
+
+def read_hf_config(directory: str, key: str) -> dict[str, Any]:
+    """config.json of the HF checkpoint that the recipe's `key` names. Raises ValueError where there is none."""
+    path = Path(directory) / "config.json"
+    if not path.exists():
+        raise ValueError(f"{key}: {path} does not exist; expected the directory of an HF checkpoint")
+    return json.loads(path.read_text())
+
+
+def check_vocabulary(hf_config: dict[str, Any], key: str, policy_directory: str) -> None:
+    """Raise ValueError where the model that `key` names does not read the policy's token ids."""
+    ours, policy = hf_config["vocab_size"], read_hf_config(policy_directory, "policy.hf")["vocab_size"]
+    if ours != policy:
+        raise ValueError(
+            f"{key}: its vocab_size is {ours}, that of policy.hf {policy}; name a checkpoint that has its tokenizer"
+        )
 
 
 def build_model(hf_config: dict[str, Any], policy: PolicyConfig, layout: Layout) -> Model:
@@ -102,8 +121,7 @@ def wrap(model: Model, ddp: DistributedDataParallelConfig, layout: Layout) -> li
     Connects Megatron's schedules to them through `model.config`: gradients are finalized at the end of each pass.
     """
     wrapped = []
-    for number, chunk in enumerate(model.chunks):
-        module = Float16Module(model.config, chunk) if model.config.bf16 else chunk
+    for number, module in enumerate(_in_precision(model)):
         # The schedule finishes the backward pass of later chunks first: their reduction is off the critical path.
         wrapped.append(
             DistributedDataParallel(model.config, ddp, module, disable_bucketing=number > 0, pg_collection=layout.pgs)
@@ -116,6 +134,14 @@ def wrap(model: Model, ddp: DistributedDataParallelConfig, layout: Layout) -> li
     if ddp.overlap_param_gather and ddp.align_param_gather:
         config.param_sync_func = _per_chunk([chunk.start_param_sync for chunk in wrapped])
     return wrapped
+
+
+def freeze(model: Model) -> list[torch.nn.Module]:
+    """The chunks for scoring alone, in the precision that `wrap` gives them: no gradients and no buffers for them."""
+    frozen = _in_precision(model)
+    for chunk in frozen:
+        chunk.requires_grad_(False)
+    return frozen
 
 
 def sync_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
@@ -138,6 +164,10 @@ def stage_padding_mask(chunk: torch.nn.Module, mask: Tensor, layout: Layout) -> 
     return tensor_parallel.scatter_to_sequence_parallel_region(mask.transpose(0, 1), group=layout.pgs.tp).transpose(
         0, 1
     )
+
+
+def _in_precision(model: Model) -> list[torch.nn.Module]:
+    return [Float16Module(model.config, chunk) if model.config.bf16 else chunk for chunk in model.chunks]
 
 
 def _per_chunk(functions: list[Any]) -> Any:

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -20,46 +19,50 @@ from megatron_gspo.policy.model import Model, stage_padding_mask
 
 # (micro-batch, its number, logp [t] fp32 with graph, entropy [t] fp32) -> (this rank's share of the loss, metrics)
 LossFn = Callable[[MicroBatch, int, Tensor, Tensor], tuple[Tensor, dict[str, Any]]]
+# micro-batch -> (GPTModel's `output_processor`, its context): what the last stage makes of hidden states, [k, t] fp32
+Head = Callable[[MicroBatch], tuple[Callable[..., Tensor], Any]]
 
 
 class NonFiniteGradient(RuntimeError):
-    """The gradient norm of a mini-batch is nan or inf; no parameter was changed."""
+    """The gradient norm of a model's mini-batch is nan or inf; none of its parameters was changed."""
 
 
-class Stepper:
-    """Runs the wrapped model chunks of one rank; every method is a collective over all trainer ranks."""
+class Runner:
+    """Runs one rank's chunks of a model, whose last stage ends in some head; every method is a collective.
 
-    def __init__(self, model: Model, chunks: Sequence[DistributedDataParallel], layout: Layout, temperature: float):
+    chunks: from `wrap`, or from `freeze` for scoring alone.
+    """
+
+    def __init__(self, model: Model, chunks: Sequence[Any], layout: Layout):
         self.model = model
         self.chunks = list(chunks)
         self.layout = layout
-        self.temperature = temperature
 
     @torch.no_grad()
-    def score(
-        self, micro_batches: Sequence[MicroBatch], temperature: float | None = None
-    ) -> list[tuple[Tensor, Tensor]]:
-        """(logp [t], entropy [t]) in fp32 of each micro-batch's labels; an empty list off the last pipeline stage.
+    def score_with(self, head: Head, micro_batches: Sequence[MicroBatch]) -> list[tuple[Tensor, ...]]:
+        """The head's k outputs, [t] fp32 each, for every micro-batch; an empty list off the last pipeline stage.
 
-        Uses the chunks in the mode and layout of the update, so that the ratios of an unchanged policy are 1.
-        `temperature` stands in for the stepper's own.
+        Uses the chunks in the mode and layout of the update, so that an unchanged model gives unchanged numbers.
         """
 
         def keep(micro_batch: MicroBatch, number: int, output: Tensor):
-            return output.new_zeros(()), _no_tokens(output), (output[0], output[1])
+            return output.new_zeros(()), _no_tokens(output), output.unbind()
 
-        return self._run(micro_batches, keep, temperature or self.temperature, forward_only=True)
+        return self._run(head, micro_batches, keep, forward_only=True)
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], loss_fn: LossFn, num_tokens: int) -> list[dict]:
+    def forward_backward_with(
+        self, head: Head, micro_batches: Sequence[MicroBatch], loss_fn: Callable, num_tokens: int
+    ) -> list[dict]:
         """Accumulate the gradient of `loss_fn` over a mini-batch; returns its metrics on the last stage, [] elsewhere.
 
-        The losses must already be divided by their global denominators: Megatron then sums gradients over DP x CP and
-        divides by the token count that the loss function returns, which is 0 (clamped to 1) for that reason.
+        loss_fn(micro-batch, its number, *outputs of the head) -> (this rank's share of the loss, metrics). The losses
+        must already be divided by their global denominators: Megatron then sums gradients over DP x CP and divides by
+        the token count that the loss function returns, which is 0 (clamped to 1) for that reason.
         `num_tokens` (all non-padding tokens of the mini-batch, over all ranks) scales the router's own losses.
         """
 
         def loss(micro_batch: MicroBatch, number: int, output: Tensor):
-            value, metrics = loss_fn(micro_batch, number, output[0], output[1])
+            value, metrics = loss_fn(micro_batch, number, *output.unbind())
             return value, _no_tokens(output), metrics
 
         router_scale = torch.tensor(1.0 / max(num_tokens, 1))
@@ -67,14 +70,12 @@ class Stepper:
         self.model.config.mtp_grad_scale_func = lambda: router_scale
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        return self._run(micro_batches, loss, self.temperature, forward_only=False)
+        return self._run(head, micro_batches, loss, forward_only=False)
 
-    def _run(
-        self, micro_batches: Sequence[MicroBatch], loss: Callable, temperature: float, *, forward_only: bool
-    ) -> list:
+    def _run(self, head: Head, micro_batches: Sequence[MicroBatch], loss: Callable, *, forward_only: bool) -> list:
         iterators = [iter(enumerate(micro_batches)) for _ in self.chunks]
         return get_forward_backward_func()(
-            forward_step_func=partial(self._forward_step, loss, temperature),
+            forward_step_func=partial(self._forward_step, head, loss),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=len(micro_batches),
@@ -83,30 +84,59 @@ class Stepper:
             forward_only=forward_only,
         )
 
-    def _forward_step(self, loss: Callable, temperature: float, iterator: Iterator, chunk: torch.nn.Module):
+    def _forward_step(self, head: Head, loss: Callable, iterator: Iterator, chunk: torch.nn.Module):
         number, micro_batch = next(iterator)
+        processor, context = head(micro_batch)
         output = chunk(
             micro_batch.tokens,
             micro_batch.position_ids,
             None,
             packed_seq_params=_packed_seq_params(micro_batch),
             padding_mask=stage_padding_mask(chunk, micro_batch.padding_mask, self.layout),
-            output_processor=logprob_output_processor,
-            output_processor_context=LogprobContext(
-                labels=micro_batch.labels,
-                temperature=temperature,
-                vocab_size=self.model.vocab_size,
-                tp_group=self.layout.pgs.tp,
-            ),
+            output_processor=processor,
+            output_processor_context=context,
         )
         return output, partial(loss, micro_batch, number)
 
 
-def apply_gradients(optimizer, scheduler, *, skip_non_finite: bool) -> tuple[float, float, bool]:
+class Stepper(Runner):
+    """The policy: log-probabilities and entropies at a sampling temperature."""
+
+    def __init__(self, model: Model, chunks: Sequence[Any], layout: Layout, temperature: float):
+        super().__init__(model, chunks, layout)
+        self.temperature = temperature
+
+    def score(
+        self, micro_batches: Sequence[MicroBatch], temperature: float | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """(logp [t], entropy [t]) in fp32 of each micro-batch's labels; an empty list off the last pipeline stage.
+
+        `temperature` stands in for the stepper's own.
+        """
+        scored = self.score_with(self._head(temperature or self.temperature), micro_batches)
+        return [(logp, entropy) for logp, entropy in scored]
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], loss_fn: LossFn, num_tokens: int) -> list[dict]:
+        """Accumulate the gradient of `loss_fn` over a mini-batch; see `Runner.forward_backward_with`."""
+        return self.forward_backward_with(self._head(self.temperature), micro_batches, loss_fn, num_tokens)
+
+    def _head(self, temperature: float) -> Head:
+        def head(micro_batch: MicroBatch) -> tuple[Callable[..., Tensor], LogprobContext]:
+            return logprob_output_processor, LogprobContext(
+                labels=micro_batch.labels,
+                temperature=temperature,
+                vocab_size=self.model.vocab_size,
+                tp_group=self.layout.pgs.tp,
+            )
+
+        return head
+
+
+def apply_gradients(optimizer, scheduler, *, skip_non_finite: bool, what: str) -> tuple[float, float, bool]:
     """One optimizer and scheduler step; returns (gradient norm before clipping, learning rate used, applied).
 
-    A non-finite gradient norm (it is the same number on all ranks) leaves every parameter and optimizer state as it is:
-    it raises NonFiniteGradient, or is skipped and reported when `skip_non_finite`.
+    A non-finite gradient norm (it is the same number on all ranks) leaves every parameter and optimizer state of the
+    model as it is: it raises NonFiniteGradient naming `what` model, or is skipped and reported when `skip_non_finite`.
     """
     lr = optimizer.param_groups[0]["lr"]
     optimizer.prepare_grads()
@@ -116,8 +146,8 @@ def apply_gradients(optimizer, scheduler, *, skip_non_finite: bool) -> tuple[flo
             optimizer.zero_grad()
             return norm, lr, False
         raise NonFiniteGradient(
-            f"gradient norm is {norm}; no parameter was changed. The batch is in the run folder under rollouts/; "
-            "set run.on_non_finite: skip to drop such steps"
+            f"gradient norm of the {what} is {norm}; none of its parameters was changed. The batch is in the run "
+            "folder under rollouts/; set run.on_non_finite: skip to drop such steps"
         )
     applied, norm, _ = optimizer.step()
     scheduler.step(increment=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -46,9 +46,13 @@ class Binding:
     pgs: ProcessGroupCollection
 
 
-def bind(chunks: Sequence[GPTModel], hf_config: HFConfig, pgs: ProcessGroupCollection) -> Binding:
+def bind(
+    chunks: Sequence[GPTModel], hf_config: HFConfig, pgs: ProcessGroupCollection, *, fresh: Collection[str] = ()
+) -> Binding:
     """Ties the parameters of this rank's model `chunks` (bare, not wrapped in DDP) to HF tensors. Not a collective.
 
+    fresh: names of Megatron parameters that no HF tensor holds, such as a value head in the place of the output layer.
+    They stay unbound; an HF tensor that a rule has for them is known to `load_hf`, and not read.
     Layers get their global numbers from `layer_number`, experts theirs from the EP rank, so uneven and virtual
     pipelines need nothing more. Raises ValueError naming the parameters that no rule or several rules claim, the HF
     tensors that several rules claim or that this rank's layers ought to hold and do not, and shapes that disagree with
@@ -63,6 +67,8 @@ def bind(chunks: Sequence[GPTModel], hf_config: HFConfig, pgs: ProcessGroupColle
     for chunk in chunks:
         layer_numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
         for name, parameter in chunk.named_parameters():
+            if name in fresh:
+                continue
             found = book.find(name, layer_numbers, ep_rank, ep_size)
             if len(found) != 1:
                 problems["that no rule claims" if not found else "that several rules claim"].append(name)

@@ -16,8 +16,9 @@ def _write(directory: Path) -> None:
     (directory / f"rank_{dist.get_rank()}").write_text("policy")
 
 
-def _save(run_dir: Path, state: RunState, *, write=_write, old_logp=None, keep: int = 0) -> None:
-    save_checkpoint(run_dir, state, write, old_logp, keep=keep, group=dist.group.WORLD)
+def _save(run_dir: Path, state: RunState, *, write=_write, scores=None, keep: int = 0) -> None:
+    models = {"policy": _write, "critic": write}
+    save_checkpoint(run_dir, state, models, scores or {}, keep=keep, group=dist.group.WORLD)
 
 
 def _at(step: int, mini_batch: int = 0) -> RunState:
@@ -25,13 +26,16 @@ def _at(step: int, mini_batch: int = 0) -> RunState:
 
 
 def test_a_checkpoint_returns_what_was_saved(tmp_path):
-    old_logp = torch.tensor([-0.5, 0.0, -2.25])
+    scores = {"old_logp": torch.tensor([-0.5, 0.0, -2.25]), "values": torch.tensor([1.5, 0.0, torch.inf])}
     state = _at(7, mini_batch=1)
-    run_ranks(2, lambda: _save(tmp_path, state, old_logp=old_logp))
+    run_ranks(2, lambda: _save(tmp_path, state, scores=scores))
     assert is_saved(tmp_path, state)
-    loaded, loaded_logp = load_newest(tmp_path, lambda directory: None)
-    assert loaded == state
-    assert loaded_logp is not None and torch.equal(loaded_logp, old_logp)
+    read = []
+    loaded, loaded_scores = load_newest(tmp_path, {"policy": read.append, "critic": read.append})
+    assert loaded == state and loaded_scores.keys() == scores.keys()
+    assert all(torch.equal(loaded_scores[name], values) for name, values in scores.items())
+    assert [path.name for path in read] == ["policy", "critic"]
+    assert all((path / f"rank_{rank}").exists() for path in read for rank in range(2))
 
 
 def test_the_newest_in_training_order_is_loaded(tmp_path):
@@ -40,7 +44,7 @@ def test_the_newest_in_training_order_is_loaded(tmp_path):
             _save(tmp_path, state)
 
     run_ranks(1, save_three)
-    assert load_newest(tmp_path, lambda directory: None)[0] == _at(10, mini_batch=2)
+    assert load_newest(tmp_path, {})[0] == _at(10, mini_batch=2)
 
 
 def test_only_the_newest_are_kept(tmp_path):
@@ -61,11 +65,11 @@ def test_a_failure_while_writing_leaves_the_older_checkpoint(tmp_path):
 
     with pytest.raises(AssertionError, match="No space left"):
         run_ranks(1, lambda: _save(tmp_path, _at(2), write=fail, keep=1))
-    assert load_newest(tmp_path, lambda directory: None)[0] == _at(1)
+    assert load_newest(tmp_path, {})[0] == _at(1)
     run_ranks(1, lambda: _save(tmp_path, _at(2), keep=1))
-    assert load_newest(tmp_path, lambda directory: None)[0] == _at(2)
+    assert load_newest(tmp_path, {})[0] == _at(2)
 
 
 def test_resuming_without_a_checkpoint_says_so(tmp_path):
     with pytest.raises(ValueError, match=r"--resume: .*checkpoints holds no whole checkpoint"):
-        load_newest(tmp_path, lambda directory: None)
+        load_newest(tmp_path, {})

@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.mappings import reduce_scatter_to_sequence_parallel_region
 
 from megatron_gspo.policy import cpu
-from megatron_gspo.policy.checkpoint import load_policy, save_policy
+from megatron_gspo.policy.checkpoint import load_model, save_model
 from megatron_gspo.policy.layout import init_layout
 from megatron_gspo.policy.local_linear import LocalColumnGroupedLinear
 from megatron_gspo.policy.model import build_model, ddp_config, wrap
@@ -74,9 +74,9 @@ def _run(folder, *, write: bool):
     if write:
         step()
         step()
-        save_policy(folder, chunks, optimizer, scheduler, layout)
+        save_model(folder, chunks, optimizer, scheduler, layout)
     else:
-        load_policy(folder, chunks, optimizer, scheduler, layout)
+        load_model(folder, chunks, optimizer, scheduler, layout)
     step()
     parameters = [parameter.detach().clone() for parameter in chunks[0].parameters()]
     return parameters, {float(count) for count in _step_tensors(optimizer)}, scheduler.num_steps
