@@ -157,6 +157,19 @@ def sampling(recipe: Recipe) -> Iterator[Problem]:
         yield _refuse(recipe, "rollout.top_k", "must be -1 (off) or at least 1")
 
 
+def dynamic_sampling(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.rollout and recipe.rollout.dynamic_sampling and isinstance(recipe.advantage, GaeConfig):
+        reason = "advantage.estimator 'gae' learns from equal rewards too"
+        yield Problem(key="rollout.dynamic_sampling", reason=reason, hint="remove it")
+
+
+def overlong(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.reward and recipe.reward.overlong and recipe.rollout:
+        longest = recipe.rollout.max_new_tokens
+        if recipe.reward.overlong.buffer > longest:
+            yield _refuse(recipe, "reward.overlong.buffer", f"above rollout.max_new_tokens = {longest}")
+
+
 def reward_name(recipe: Recipe) -> Iterator[Problem]:
     if recipe.reward and ":" in recipe.reward.name and not all(recipe.reward.name.split(":", 1)):
         yield _refuse(recipe, "reward.name", "a function of your own is 'module:function'")
@@ -197,6 +210,8 @@ RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     engine,
     transport,
     sampling,
+    dynamic_sampling,
+    overlong,
     reward_name,
     data_source,
     response_key,

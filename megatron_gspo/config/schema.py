@@ -160,6 +160,15 @@ class SyncConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DynamicSamplingConfig:
+    """Dynamic sampling (DAPO, arXiv 2503.14476): groups with equal rewards, which teach nothing, are sampled anew."""
+
+    max_attempts: int = key(
+        "prompts tried for one place of the batch; the last group stays, whatever its rewards", 10, gt=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """Sampling from SGLang."""
 
@@ -171,10 +180,22 @@ class RolloutConfig:
     top_p: float = key("nucleus sampling; ratios are only exact at 1", 1.0, gt=0, le=1)
     top_k: int = key("top-k sampling; -1 is off, ratios are only exact then", -1, ge=-1)
     max_new_tokens: int = key("longest response in tokens", ge=1)
+    train_cut_short: bool = key(
+        "train on responses that max_new_tokens cut short; false masks them (overlong filtering of DAPO)", True
+    )
+    dynamic_sampling: DynamicSamplingConfig | None = key("sample groups with equal rewards anew", None)
     max_concurrency: int = key("requests in flight over all servers", 256, ge=1)
     request_timeout_s: float = key("seconds that one generate request may take, retries excluded", 3600.0, gt=0)
     retries: int = key("attempts after a failed generate request", 3, ge=0)
     replay: str | None = key("directory of recorded batches to train from instead of sampling", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlongConfig:
+    """Soft punishment of long responses (DAPO, arXiv 2503.14476, equation 13), added to the reward."""
+
+    buffer: int = key("last tokens of rollout.max_new_tokens, over which the punishment grows from 0 to -weight", gt=0)
+    weight: float = key("punishment of a response as long as rollout.max_new_tokens", 1.0, gt=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +204,7 @@ class RewardConfig:
 
     name: str = key("a registered reward, or a function of your own as 'module:function'")
     args: dict[str, Any] = key("keyword arguments given to the reward", factory=dict)
+    overlong: OverlongConfig | None = key("soft punishment of long responses", None)
     concurrency: int = key("rewards computed at once", 64, ge=1)
     on_error: OnRewardError = key("what an exception in the reward does", OnRewardError.zero)
 

@@ -30,10 +30,14 @@ class PromptSource:
 
     def batch(self, step: int, n: int) -> list[Prompt]:
         """The `n` prompts of `step`: positions step * n to (step + 1) * n of the stream."""
-        return [self._fitting(position) for position in range(step * n, (step + 1) * n)]
+        return [self._fitting(position, 0) for position in range(step * n, (step + 1) * n)]
 
-    def _fitting(self, position: int) -> Prompt:
-        for attempt in range(MAX_ATTEMPTS):
+    def replacement(self, step: int, n: int, number: int, attempt: int) -> Prompt:
+        """What takes the place of prompt `number` of the `n` of `step`; each `attempt` from 1 gives another."""
+        return self._fitting(step * n + number, attempt)
+
+    def _fitting(self, position: int, attempt: int) -> Prompt:
+        for attempt in range(attempt * MAX_ATTEMPTS, (attempt + 1) * MAX_ATTEMPTS):
             prompt = self._draw(position, attempt)
             if len(tokenize(prompt.prompt, self._tokenizer)) <= self._max_prompt_tokens:
                 return prompt

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from megatron_gspo.batch.record import write_record
 from megatron_gspo.config import Dtype, Recipe
 from megatron_gspo.data import Prompt, make_source, tokenize
-from megatron_gspo.reward import Reward
+from megatron_gspo.reward import Reward, overlong_penalty
 from megatron_gspo.rollout.client import Sample, Sampling, SglangClient
 from megatron_gspo.rollout.sampler import Rollout, sample_batch
 from megatron_gspo.rollout.server import ManagedServer
@@ -55,6 +55,7 @@ class BatchSampler:
         self._source = make_source(recipe.data, recipe.run.seed, self._tokenizer)
         self._reward = Reward(recipe.reward)
         self._vocab_size = json.loads((Path(recipe.policy.hf) / "config.json").read_text())["vocab_size"]
+        self._overlong = recipe.reward.overlong
         self._sampling = Sampling.of(recipe.rollout, stop_token_ids(recipe.policy.hf, self._tokenizer))
 
     def sample(
@@ -66,8 +67,7 @@ class BatchSampler:
         """
         started = time.monotonic()
         prompts = self._source.batch(step, self._recipe.batch.prompts)
-        prompt_ids = [tokenize(prompt.prompt, self._tokenizer) for prompt in prompts]
-        rollout = asyncio.run(self._sample(urls, prompts, prompt_ids, step, on_progress))
+        rollout = asyncio.run(self._sample(urls, prompts, step, on_progress))
         _check_versions(rollout, weight_version)
         write_record(record, rollout.index, rollout.trajectories, self._describe(prompts, rollout))
         seconds = time.monotonic() - started
@@ -80,6 +80,7 @@ class BatchSampler:
             )
         return {
             "rollout/tokens_per_s": float(rollout.index.response_lens.sum()) / seconds,
+            "rollout/discarded_groups": float(rollout.discarded),
             "reward/errors": float(len(rollout.failures)),
             "data/dropped_prompts": float(self._source.dropped),
         }
@@ -87,13 +88,20 @@ class BatchSampler:
     async def _sample(
         self,
         urls: Sequence[str],
-        prompts: Sequence[Prompt],
-        prompt_ids: Sequence[Sequence[int]],
+        prompts: list[Prompt],
         step: int,
         on_progress: Progress,
     ) -> Rollout:
+        """Sample `prompts`; those that dynamic sampling replaces are replaced in the list."""
+        dynamic = self._rollout.dynamic_sampling
+
         async def reward(number: int, sample: Sample) -> Mapping[str, float]:
-            return await self._reward(prompts[number], self._text(sample.output_ids.tolist()))
+            scores = await self._reward(prompts[number], self._text(sample.output_ids.tolist()))
+            return self._shaped(scores, len(sample.output_ids))
+
+        def replace(number: int, attempt: int) -> Sequence[int]:
+            prompts[number] = self._source.replacement(step, len(prompts), number, attempt)
+            return self._ids(prompts[number])
 
         client = SglangClient(
             urls,
@@ -105,7 +113,7 @@ class BatchSampler:
         async with client:
             return await sample_batch(
                 client,
-                prompt_ids,
+                [self._ids(prompt) for prompt in prompts],
                 reward,
                 self._sampling,
                 n=self._recipe.batch.samples,
@@ -113,7 +121,22 @@ class BatchSampler:
                 reward_concurrency=self._reward_config.concurrency,
                 on_reward_error=self._reward_config.on_error,
                 on_progress=on_progress,
+                replace=replace if dynamic else None,
+                max_attempts=dynamic.max_attempts if dynamic else 1,
+                train_cut_short=self._rollout.train_cut_short,
             )
+
+    def _shaped(self, scores: Mapping[str, float], length: int) -> Mapping[str, float]:
+        """`scores` of a response of `length` tokens with the punishment of long ones, where the recipe asks for it."""
+        if self._overlong is None:
+            return scores
+        penalty = self._overlong.weight * overlong_penalty(
+            length, max_tokens=self._rollout.max_new_tokens, buffer=self._overlong.buffer
+        )
+        return {**scores, "reward": scores["reward"] + penalty, "overlong": penalty}
+
+    def _ids(self, prompt: Prompt) -> Sequence[int]:
+        return tokenize(prompt.prompt, self._tokenizer)
 
     def _text(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
@@ -146,7 +169,8 @@ def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
 
 
 def _check_versions(rollout: Rollout, weight_version: int) -> None:
-    sampled = rollout.trajectories.versions[rollout.trajectories.loss_mask].unique().tolist()
+    versions = rollout.trajectories.versions
+    sampled = versions[versions >= 0].unique().tolist()  # prompts have none
     if sampled != [weight_version]:
         raise RuntimeError(
             f"the batch was sampled by weight versions {sampled}, expected {weight_version} alone: another trainer "

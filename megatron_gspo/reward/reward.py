@@ -14,7 +14,7 @@ import megatron_gspo.reward.builtin  # noqa: F401  (registers the rewards of our
 from megatron_gspo.config.schema import RewardConfig
 from megatron_gspo.reward.registry import find_reward
 
-RESERVED = {"mean", "std", "zero_variance_groups", "errors"}
+RESERVED = {"mean", "std", "zero_variance_groups", "errors", "overlong"}
 
 
 class Asked(Protocol):

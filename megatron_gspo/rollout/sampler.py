@@ -23,6 +23,9 @@ Reward = Callable[[int, Sample], Awaitable[Mapping[str, float]]]
 Progress = Callable[[int, int], None]
 """Finished and all responses of the batch."""
 
+Replace = Callable[[int, int], Sequence[int]]
+"""Prompt number and attempt (from 1) to the token ids of the prompt that takes its place."""
+
 
 @dataclass(frozen=True)
 class RewardFailure:
@@ -35,11 +38,12 @@ class RewardFailure:
 
 @dataclass(frozen=True)
 class Rollout:
-    """A sampled batch. Row i is response i % n of prompt i // n."""
+    """A sampled batch. Row i is response i % n of prompt i // n. `discarded` groups had equal rewards."""
 
     index: TrajectoryIndex
     trajectories: Trajectories
     failures: tuple[RewardFailure, ...]
+    discarded: int
 
 
 async def sample_batch(
@@ -53,16 +57,23 @@ async def sample_batch(
     reward_concurrency: int,
     on_reward_error: OnRewardError,
     on_progress: Progress = lambda done, total: None,
+    replace: Replace | None = None,
+    max_attempts: int = 1,
+    train_cut_short: bool = True,
 ) -> Rollout:
     """Sample `n` responses to each prompt (token ids) and reward them; requests are called `name`-PROMPT.
 
     At most `reward_concurrency` rewards are computed at once. With `OnRewardError.zero` a reward that raises is worth
     0 and listed in `failures`; otherwise its exception ends the batch. Raises what `SglangClient.generate` raises,
     and ServerError for a response that the server aborts again and again.
+
+    With `replace`, a group with equal rewards is discarded and another prompt takes its place, up to `max_attempts`
+    prompts for one place; the last one stays. Unless `train_cut_short`, responses at the token limit train on nothing.
     """
     slots = asyncio.Semaphore(reward_concurrency)
     failures: list[RewardFailure] = []
-    done = 0
+    done = discarded = 0
+    asked = list(prompts)
 
     async def rewarded(prompt: int, response: int, sample: Sample) -> Mapping[str, float]:
         async with slots:
@@ -75,9 +86,15 @@ async def sample_batch(
                 return {"reward": 0.0}
 
     async def group(number: int) -> list[tuple[Sample, Mapping[str, float]]]:
-        nonlocal done
-        samples = await _sample_group(client, prompts[number], sampling, n, f"{name}-{number}")
-        rewards = await asyncio.gather(*(rewarded(number, i, sample) for i, sample in enumerate(samples)))
+        nonlocal done, discarded
+        for attempt in range(max_attempts):
+            if attempt and replace:
+                discarded += 1
+                asked[number] = replace(number, attempt)
+            samples = await _sample_group(client, asked[number], sampling, n, f"{name}-{number}-{attempt}")
+            rewards = await asyncio.gather(*(rewarded(number, i, sample) for i, sample in enumerate(samples)))
+            if replace is None or len({each["reward"] for each in rewards}) > 1:
+                break
         done += n
         on_progress(done, n * len(prompts))
         return list(zip(samples, rewards, strict=True))
@@ -87,9 +104,10 @@ async def sample_batch(
     rows = [pair for task in groups for pair in task.result()]
     samples, rewards = [sample for sample, _ in rows], [reward for _, reward in rows]
     return Rollout(
-        index=make_index(prompts, samples, rewards),
-        trajectories=make_trajectories(prompts, samples),
+        index=make_index(asked, samples, rewards, train_cut_short=train_cut_short),
+        trajectories=make_trajectories(asked, samples, train_cut_short=train_cut_short),
         failures=tuple(failures),
+        discarded=discarded,
     )
 
 
@@ -109,10 +127,14 @@ async def _sample_group(
 
 
 def make_index(
-    prompts: Sequence[Sequence[int]], samples: Sequence[Sample], rewards: Sequence[Mapping[str, float]]
+    prompts: Sequence[Sequence[int]],
+    samples: Sequence[Sample],
+    rewards: Sequence[Mapping[str, float]],
+    *,
+    train_cut_short: bool = True,
 ) -> TrajectoryIndex:
-    """The index of a batch of `len(samples)` rows, the same number per prompt, in prompt order. Every token of a
-    response trains. A metric that a reward did not report is NaN."""
+    """The index of a batch of `len(samples)` rows, the same number per prompt, in prompt order. A metric that a reward
+    did not report is NaN."""
     n = len(samples) // len(prompts)
     lens = torch.tensor([len(sample.output_ids) for sample in samples], dtype=torch.int64)
     names = sorted({name for each in rewards for name in each} - {"reward"})
@@ -123,7 +145,7 @@ def make_index(
     return TrajectoryIndex(
         prompt_lens=torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64).repeat_interleave(n),
         response_lens=lens,
-        trained_lens=lens.clone(),
+        trained_lens=torch.where(_trains(samples, train_cut_short), lens, 0),
         group=torch.arange(len(prompts)).repeat_interleave(n),
         rewards=torch.tensor([each["reward"] for each in rewards], dtype=torch.float64),
         finish=torch.tensor([sample.finish for sample in samples], dtype=torch.uint8),
@@ -131,11 +153,14 @@ def make_index(
     )
 
 
-def make_trajectories(prompts: Sequence[Sequence[int]], samples: Sequence[Sample]) -> Trajectories:
+def make_trajectories(
+    prompts: Sequence[Sequence[int]], samples: Sequence[Sample], *, train_cut_short: bool = True
+) -> Trajectories:
     """The tokens of a batch, its rows as in `make_index`."""
     n = len(samples) // len(prompts)
     heads = [torch.tensor(prompts[row // n], dtype=torch.int64) for row in range(len(samples))]
     lens = [len(head) + len(sample.output_ids) for head, sample in zip(heads, samples, strict=True)]
+    trains = zip(samples, _trains(samples, train_cut_short), strict=True)
 
     def packed(prompt_value: Tensor, values: Sequence[Tensor]) -> Tensor:
         pieces = zip(heads, values, strict=True)
@@ -145,7 +170,12 @@ def make_trajectories(prompts: Sequence[Sequence[int]], samples: Sequence[Sample
         rows=torch.arange(len(samples)),
         offsets=torch.tensor([0, *lens], dtype=torch.int64).cumsum(0),
         tokens=torch.cat([piece for head, s in zip(heads, samples, strict=True) for piece in (head, s.output_ids)]),
-        loss_mask=packed(torch.tensor(False), [torch.ones_like(s.output_ids, dtype=torch.bool) for s in samples]),
+        loss_mask=packed(torch.tensor(False), [mask.expand(len(s.output_ids)) for s, mask in trains]),
         logprobs=packed(torch.tensor(0.0), [s.logprobs for s in samples]),
         versions=packed(torch.tensor(-1), [s.versions for s in samples]),
     )
+
+
+def _trains(samples: Sequence[Sample], train_cut_short: bool) -> Tensor:
+    """[n] bool: whether the tokens of each response train; all or none of them do."""
+    return torch.tensor([train_cut_short or sample.finish is not Finish.length for sample in samples])

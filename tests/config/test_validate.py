@@ -189,6 +189,11 @@ GSPO_CONTRADICTIONS = [
         "r.yaml:20: rollout.sync.bucket_mb = 64: has no effect: rollout.sync.transport is disk; "
         "remove it (default 512)",
     ),
+    (
+        "max_new_tokens: 16\nreward:",
+        "max_new_tokens: 16\nreward:\n  overlong: {buffer: 17}",
+        "r.yaml:21: reward.overlong.buffer = 17: above rollout.max_new_tokens = 16",
+    ),
     # Rewards and data
     (
         "reward:\n  name: sort_digits",

@@ -54,3 +54,15 @@ def test_unknown_tasks_and_arguments_are_refused(tokenizer, source, args, messag
         pytest.importorskip("reasoning_gym")
     with pytest.raises(ValueError, match=re.escape(message)):
         make_source(DataConfig(source=source, args=args), seed=0, tokenizer=tokenizer)
+
+
+def test_replacements_depend_on_seed_place_and_attempt_alone(tokenizer):
+    config = DataConfig(source="sort_digits", args={"length": 6}, max_prompt_tokens=16)
+
+    def drawn(seed: int) -> list[str]:
+        source = make_source(config, seed=seed, tokenizer=tokenizer)
+        return [source.replacement(step, 4, n, a).prompt for step in (0, 1) for n in range(4) for a in (1, 2, 3)]
+
+    assert drawn(0) == drawn(0) != drawn(1)
+    first = make_source(config, seed=0, tokenizer=tokenizer).batch(0, 4)
+    assert len({*drawn(0), *(prompt.prompt for prompt in first)}) == 28

@@ -61,11 +61,12 @@ CHOSEN: dict[str, dict] = {
 CORRECTED = {
     "truncate": {"truncate": {"level": "token", "high": 1.2}},
     "product": {"truncate": {"level": "sequence_product", "high": 2.0}},
-    "icepop": {"icepop": {"level": "sequence", "low": 0.97, "high": 1.03}, "opsm": {"delta": 0.02}},
-    "sequence_mask": {"sequence_mask": {"low": 0.97, "high": 1.03}},
+    "icepop": {"icepop": {"level": "sequence", "low": 0.8, "high": 1.2}, "opsm": {"delta": 0.02}},
+    "sequence_mask": {"sequence_mask": {"low": 0.8, "high": 1.2}},
 }
 VARIANTS = CHOSEN | {
-    f"gspo_{name}": CHOSEN["gspo"] | {"correction": section, "objective": CHOSEN["gspo"]["objective"] | {"name": "gspo"}}
+    f"gspo_{name}": CHOSEN["gspo"]
+    | {"correction": section, "objective": CHOSEN["gspo"]["objective"] | {"name": "gspo"}}
     for name, section in CORRECTED.items()
 }
 Outcome = tuple[dict[str, float], dict[str, torch.Tensor]]

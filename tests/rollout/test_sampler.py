@@ -76,7 +76,7 @@ def test_only_aborted_responses_are_sampled_anew():
     client = whole()
     client.script[1] = [[response(7, finish=Finish.abort), response(8)], [response(9, 9)]]
     assert sample(client).trajectories.tokens.tolist()[:9] == [1, 2, 3, 8, 1, 2, 3, 9, 9]
-    assert [asked for asked in client.asked if asked[0] == 1] == [(1, 2, "step-3-0-0"), (1, 1, "step-3-0-1")]
+    assert [asked for asked in client.asked if asked[0] == 1] == [(1, 2, "step-3-0-0-0"), (1, 1, "step-3-0-0-1")]
 
 
 def test_a_response_that_is_aborted_again_and_again_ends_the_batch():
@@ -84,7 +84,7 @@ def test_a_response_that_is_aborted_again_and_again_ends_the_batch():
     client.script[4] = [[response(6, finish=Finish.abort), response(5)]] + [[response(6, finish=Finish.abort)]] * 3
     with pytest.raises(ExceptionGroup) as error:
         sample(client)
-    assert error.group_contains(ServerError, match="request step-3-1: the server aborted 1 of 2 responses 4 times")
+    assert error.group_contains(ServerError, match="request step-3-1-0: the server aborted 1 of 2 responses 4 times")
 
 
 def test_a_reward_that_raises_is_worth_nothing_and_is_reported():
@@ -117,3 +117,24 @@ def test_rewards_are_bounded():
 
     sample(whole(), reward)
     assert most == 2
+
+
+def test_groups_with_equal_rewards_are_sampled_anew_and_the_last_one_stays():
+    """Prompt 0 finds a useful group at its second try; prompt 1 finds none in three."""
+    equal, useful = [response(7), response(8)], [response(7), response(8, 9)]
+    client = Scripted({1: [equal], 10: [useful], 4: [equal], 11: [equal], 21: [equal]})
+    asked = {(0, 1): [10, 10], (1, 1): [11], (1, 2): [21]}
+    rollout = sample(client, replace=lambda number, attempt: asked[number, attempt], max_attempts=3)
+    assert rollout.discarded == 3
+    assert [ask[0] for ask in client.asked if ask[0] != 1] and len(client.asked) == 5
+    assert rollout.index.prompt_lens.tolist() == [2, 2, 1, 1]
+    assert rollout.trajectories.tokens.tolist() == [10, 10, 7, 10, 10, 8, 9, 21, 7, 21, 8]
+    assert rollout.index.group.tolist() == [0, 0, 1, 1]
+    assert rollout.index.rewards.tolist() == [1, 2, 1, 1]
+
+
+def test_responses_cut_short_can_be_kept_from_training():
+    rollout = sample(whole(), train_cut_short=False)
+    assert rollout.index.trained_lens.tolist() == [2, 0, 1, 3]
+    assert rollout.index.response_lens.tolist() == [2, 1, 1, 3]
+    assert rollout.trajectories.loss_mask.int().tolist() == [0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 0, 1, 1, 1]
