@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megatron_gspo.objective import merge, reduce_metrics
 from megatron_gspo.objective.metrics import (
+    EffectiveSampleSize,
     Max,
     Metric,
     Min,
@@ -40,6 +41,7 @@ def micro_batch(rows: list[int], values: list[float]) -> dict[str, Metric]:
         "sum": Sum(v.sum()),
         "token_mean": TokenMean(v.sum(), count),
         "sequence_mean": SequenceMean(v.sum(), count),
+        "ess": EffectiveSampleSize.of(v.exp2(), torch.ones_like(v, dtype=torch.bool)),
         "max": Max.of(v),
         "min": Min.of(v),
         "values": SequenceValues(r, v),
@@ -53,6 +55,7 @@ def test_micro_batches_merge():
         "sum": 9,
         "token_mean": 3,
         "sequence_mean": 3,
+        "ess": pytest.approx((16 + 0.5 + 64) ** 2 / (3 * (256 + 0.25 + 4096))),  # weights 2^4, 2^-1, 2^6
         "max": 6,
         "min": -1,
         "values/mean": 3,
@@ -67,8 +70,9 @@ def test_micro_batches_merge():
 
 def test_nothing_to_measure():
     got = alone(micro_batch([], []))
-    assert {name: got[name] for name in ("sum", "token_mean", "sequence_mean", "flags")} == {
+    assert {name: got[name] for name in ("sum", "token_mean", "sequence_mean", "ess", "flags")} == {
         "sum": 0,
+        "ess": 0,
         "token_mean": 0,
         "sequence_mean": 0,
         "flags": 0,
@@ -82,6 +86,24 @@ def test_nan_is_no_value_and_infinity_is_one():
     assert alone({"max": Max.of(f64(1, math.inf))}) == {"max": math.inf}
     got = alone({"v": SequenceValues(torch.tensor([0, 1]), f64(math.nan, 3))})
     assert got["v/mean"] == got["v/min"] == 3
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ([3, 3, 3, 3], 1),
+        ([0, 0, 5, 0], 1 / 4),
+        ([1, 3], (1 + 3) ** 2 / (2 * (1 + 9))),
+        ([0, 0], 0),
+        ([1e300, 1e300], 1),  # squares beyond float64
+        ([math.inf, 0], 1 / 2),
+    ],
+)
+def test_effective_sample_size(weights: list[float], expected: float):
+    """(sum w)^2 / (n sum w^2); what is not used counts neither as a weight nor as one of the n."""
+    used = torch.tensor([True] * len(weights) + [False])
+    got = alone({"ess": EffectiveSampleSize.of(f64(*weights, math.nan), used)})
+    assert got == {"ess": pytest.approx(expected, rel=1e-15)}
 
 
 def test_a_row_given_twice_is_found_out():
@@ -104,7 +126,8 @@ def _reduce_on_two_by_two() -> dict[str, float]:
     dp_rank, cp_rank = divmod(rank, 2)
     dp_groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     metrics = micro_batch([0, 3], [1, 2]) if dp_rank == 0 else micro_batch([4], [9])
-    tokens = {"sum": Sum(metrics["sum"].total / 2), "token_mean": TokenMean(scalar(1 + rank), scalar(2))}
+    half = EffectiveSampleSize.of(f64(1 + rank), torch.tensor([True]))
+    tokens = {"sum": Sum(metrics["sum"].total / 2), "token_mean": TokenMean(scalar(1 + rank), scalar(2)), "ess": half}
     metrics = dict(reversed({**metrics, **tokens}.items())) if rank == 3 else {**metrics, **tokens}
     return reduce_metrics(metrics, dp_cp_group=dist.group.WORLD, dp_group=dp_groups[cp_rank], device="cpu")
 
@@ -114,6 +137,7 @@ def test_ranks_reduce_by_type_and_agree():
     assert all(other == first for other in others)
     assert first["sum"] == 12  # (3 + 9) once, although two CP ranks gave halves
     assert first["token_mean"] == (1 + 2 + 3 + 4) / 8
+    assert first["ess"] == pytest.approx((1 + 2 + 3 + 4) ** 2 / (4 * (1 + 4 + 9 + 16)), rel=1e-15)
     assert first["sequence_mean"] == 4  # (1 + 2 + 9) / 3: CP ranks do not count twice
     assert (first["max"], first["min"]) == (9, 1)
     assert (first["values/mean"], first["values/min"], first["values/max"]) == (4, 1, 9)
