@@ -133,6 +133,15 @@ def schedule(recipe: Recipe) -> Iterator[Problem]:
         yield _refuse(recipe, f"{path}.warmup_steps", f"must be below {what} optimizer steps")
 
 
+def critic(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.critic is None or recipe.critic.lr is None:
+        return
+    floor = recipe.policy.optimizer.min_lr
+    if recipe.policy.optimizer.schedule is not Schedule.constant and recipe.critic.lr < floor:
+        reason = f"below policy.optimizer.min_lr = {floor}, where the critic's rate ends too"
+        yield _refuse(recipe, "critic.lr", reason, "raise it, or lower policy.optimizer.min_lr")
+
+
 def engine(recipe: Recipe) -> Iterator[Problem]:
     if recipe.rollout is None:
         return
@@ -207,6 +216,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     micro_batch_room,
     pipeline,
     schedule,
+    critic,
     engine,
     transport,
     sampling,
