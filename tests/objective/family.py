@@ -68,14 +68,14 @@ FAMILY: dict[str, Member] = {
     "gspo_token": Member(_GSPO, "sequence_mean"),
     "grpo": Member(partial(clipped_tokens, clip_low=0.1, clip_high=0.1), "sequence_mean"),
     "dapo": Member(partial(clipped_tokens, clip_low=0.1, clip_high=0.15), "token_mean"),
-    "dr_grpo": Member(partial(clipped_tokens, clip_low=0.1, clip_high=0.1), "constant", without_std=True),
+    "dr_grpo": Member(partial(clipped_tokens, clip_low=0.12, clip_high=0.1), "constant", without_std=True),
     "sapo": Member(partial(sapo, tau_pos=1.0, tau_neg=1.05), "sequence_mean"),
     "cispo": Member(partial(cispo, clip_high=0.1), "token_mean"),
-    "gmpo": Member(partial(gmpo, clip_low=0.1, clip_high=0.1), "sequence_mean", token_advantages=False),
+    "gmpo": Member(partial(gmpo, clip_low=0.1, clip_high=0.15), "sequence_mean", token_advantages=False),
     "vespo": Member(
         partial(vespo, k_pos=2.0, lambda_pos=3.0, k_neg=3.0, lambda_neg=2.0), "token_mean", token_advantages=False
     ),
     "dppo_tv": Member(partial(dppo, divergence="tv", delta=0.05, max_ratio=1.1), "token_mean"),
     "dppo_kl": Member(partial(dppo, divergence="kl", delta=0.005, max_ratio=1.1), "token_mean"),
-    "minirl": Member(partial(minirl, clip_low=0.1, clip_high=0.1, max_weight=1.2), "sequence_sum"),
+    "minirl": Member(partial(minirl, clip_low=0.1, clip_high=0.15, max_weight=1.2), "sequence_sum"),
 }

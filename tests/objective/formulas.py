@@ -59,7 +59,7 @@ def _sapo(y: Response, at: Response) -> list[float]:
 
 def _gmpo(y: Response, at: Response) -> list[float]:
     a = y.advantages[0]
-    bounded = [min(x, 0.1) if a > 0 else max(x, -0.1) for x in y.log_r]
+    bounded = [min(x, 0.15) if a > 0 else max(x, -0.1) for x in y.log_r]
     return [_geometric_mean(bounded) * a] * len(bounded)
 
 
@@ -93,7 +93,7 @@ def _binary_kl(pi: float, mu: float) -> float:
 def _minirl(at: Response) -> list[float]:
     def weight(new: float, old: float, rollout: float, a: float) -> float:
         r = math.exp(new - old)
-        return 0.0 if (a > 0 and r > 1.1) or (a < 0 and r < 0.9) else min(math.exp(new - rollout), 1.2)
+        return 0.0 if (a > 0 and r > 1.15) or (a < 0 and r < 0.9) else min(math.exp(new - rollout), 1.2)
 
     return [weight(*x) for x in zip(at.new, at.old, at.rollout, at.advantages, strict=True)]
 
@@ -103,7 +103,7 @@ FORMULAS: dict[str, Formula] = {
     "gspo_token": _gspo_token,
     "grpo": _clipped(0.1, 0.1),
     "dapo": _clipped(0.1, 0.15),
-    "dr_grpo": _clipped(0.1, 0.1),
+    "dr_grpo": _clipped(0.12, 0.1),
     "sapo": _sapo,
     "cispo": _reinforce(_cispo),
     "gmpo": _gmpo,
