@@ -165,13 +165,14 @@ def test_garbage_at_masked_positions_changes_no_bit(name: str, garbage: float, o
 )
 def test_a_bad_value_drops_its_sequence_and_names_its_row(name: str, side: str, value: float):
     """All else is as if the sequence were masked, totals included: N and T count it."""
-    member, options = FAMILY[name], {"kl": ("k3", 0.04)}
-    batch = random_batch((5, 6, 4))
+    member, batch = FAMILY[name], random_batch((5, 6, 4))
     totals = totals_of(batch.tokens(member))
+    uses = {"rollout": side == "rollout" or name == "minirl", "ref": side == "ref"}
+    options = {"kl": ("k3", 0.04)} if side == "ref" else {}
     getattr(batch, side)[1][0] = value
-    bad = evaluate(batch.tokens(member, ref=True), member, totals, **options)
+    bad = evaluate(batch.tokens(member, **uses), member, totals, **options)
     batch.mask[1][:] = False
-    masked = evaluate(batch.tokens(member, ref=True), member, totals, **options)
+    masked = evaluate(batch.tokens(member, **uses), member, totals, **options)
     assert bad.loss == masked.loss and torch.equal(bad.flat, masked.flat)
     flags = {"num_bad_sequences": 1.0, "num_bad_sequences/first_row": 1.0}
     assert bad.reported == masked.reported | flags
@@ -215,6 +216,28 @@ def test_a_new_probability_of_zero_is_a_ratio_of_zero(name: str, advantage: floa
     assert result.gradient[0][0] == 0 and result.gradient[1].tolist() == limit.gradient[1].tolist()
     assert not any(math.isnan(x) for x in result.reported.values())
     assert result.reported["token_log_ratio_min"] == -math.inf
+
+
+@pytest.mark.parametrize("r", [1e-3, 4.0, 33.0, 300.0])
+def test_sapo_keeps_its_digits_where_the_gate_has_closed(r: float):
+    """f'(r) r = r / cosh( tau (r - 1) / 2 )^2, of which 1 - sigmoid would keep no digit at r = 33."""
+    slope = r / math.cosh(1.05 * (r - 1) / 2) ** 2
+    result = evaluate(tokens_of([[-0.5]], [[-0.5 - math.log(r)]], advantages=[-1]), FAMILY["sapo"])
+    assert result.flat.item() == pytest.approx(slope, rel=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "advantage"), [(6e-8, -0.7, 1), (0.0, -0.7, 1), (-0.7, 0.0, -1), (-0.7, 6e-8, -1)]
+)
+def test_dppo_masks_steps_to_and_from_certainty(new: float, old: float, advantage: float):
+    """A probability of 1, or of a little more by rounding: the divergence is infinite or log 2, and never nan."""
+    result = evaluate(tokens_of([[new]], [[old]], advantages=[advantage]), FAMILY["dppo_kl"])
+    assert result.loss == 0 and result.flat.item() == 0 and result.reported["clip_fraction"] == 1
+
+
+def test_dppo_lets_certainty_stay():
+    result = evaluate(tokens_of([[0.0]], [[0.0]], advantages=[1]), FAMILY["dppo_kl"])
+    assert result.flat.item() == -1 and result.reported["clip_fraction"] == 0
 
 
 def test_shapes_that_disagree_are_refused():
