@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +102,7 @@ def _step(run: Run, state: RunState, saved: Mapping[str, Tensor]) -> tuple[RunSt
         plan = make_plan(batch.index, run.recipe.batch, run.layout, run.stepper.model.hf_config)
         cuts = cut_batch(batch, plan, run.layout, run.device)
     with span("score"):
-        if state.mini_batch:  # the models have moved since: only what was saved is from before the first update
-            scores = {name: spread_tokens(flat, cuts, batch.index) for name, flat in saved.items()}
-        else:
-            scores = _score(run, cuts)
+        scores = _scores(run, state, cuts, batch, saved)
         targets = make_targets(run.recipe, batch.index, cuts, scores.get("values", []), run.layout)
     step = Step(batch=batch, cuts=cuts, scores=scores, targets=targets)
     for number in range(state.mini_batch, len(cuts)):
@@ -122,17 +120,25 @@ def _step(run: Run, state: RunState, saved: Mapping[str, Tensor]) -> tuple[RunSt
     return state, {}
 
 
-def _score(run: Run, cuts: list[Cut]) -> dict[str, list[list[Tensor]]]:
+def _scores(run: Run, state: RunState, cuts: list[Cut], batch: Batch, saved: Mapping[str, Tensor]) -> Scores:
     """What the models say of the batch before any of them changes."""
-    objective, scores = run.recipe.objective, {}
+    objective, scorers = run.recipe.objective, dict[str, Callable[[list[Cut]], list[list[Tensor]]]]()
     # With one mini-batch the policy is its own old policy, and its update computes the same numbers.
     if len(cuts) > 1 and isinstance(objective, PolicyObjective) and not objective.anchored_to_rollout:
-        scores["old_logp"] = _logp(run.stepper, cuts)
+        scorers["old_logp"] = partial(_logp, run.stepper)
     if run.reference:
-        scores["ref_logp"] = _logp(run.reference, cuts)
+        scorers["ref_logp"] = partial(_logp, run.reference)
     if run.critic:
-        scores["values"] = run.critic.score(cuts)
-    return scores
+        scorers["values"] = run.critic.score
+    if not state.mini_batch:
+        return {name: score(cuts) for name, score in scorers.items()}
+    # The models have moved since the step began: only what was saved is from before.
+    if saved.keys() != scorers.keys():
+        raise ValueError(
+            f"step {state.step} was left after {state.mini_batch} mini-batches with scores {sorted(saved)}, but this "
+            f"run needs {sorted(scorers)}: resume with what wrote the checkpoint, or remove it to repeat the step"
+        )
+    return {name: spread_tokens(flat, cuts, batch.index) for name, flat in saved.items()}
 
 
 def _logp(stepper: Stepper, cuts: list[Cut]) -> list[list[Tensor]]:

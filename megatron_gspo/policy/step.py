@@ -65,9 +65,12 @@ class Runner:
             value, metrics = loss_fn(micro_batch, number, *output.unbind())
             return value, _no_tokens(output), metrics
 
-        router_scale = torch.tensor(1.0 / max(num_tokens, 1))
-        self.model.config.moe_grad_scale_func = lambda: router_scale
-        self.model.config.mtp_grad_scale_func = lambda: router_scale
+        def router_scale() -> Tensor:
+            # Megatron keeps the first scale that any model gives and overwrites it in place by all later ones: a new
+            # tensor each time, in the shape of its own default, which a model that only scores gives.
+            return torch.full((1,), 1.0 / max(num_tokens, 1))
+
+        self.model.config.moe_grad_scale_func = self.model.config.mtp_grad_scale_func = router_scale
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         return self._run(head, micro_batches, loss, forward_only=False)

@@ -272,6 +272,15 @@ def test_a_stopped_run_ends_with_the_same_policy_and_critic(looks, tmp_path, che
     assert metrics[-1] == expected_metrics[-1] and "critic/explained_variance" in metrics[-1]
 
 
+def test_half_a_step_without_its_values_is_refused(tmp_path, checkpoint, records):
+    """The critic has moved since: its values now would be of another critic than the advantages so far."""
+    path = ppo_file(tmp_path, checkpoint, records, tmp_path / "run")
+    run_ranks(2, lambda: run_once(path, resume=False, look=1))
+    (whole_checkpoints(tmp_path / "run")[-1] / "scores.safetensors").unlink()
+    with pytest.raises(AssertionError, match=r"with scores \[\], but this run needs \['old_logp', 'values'\]"):
+        run_ranks(2, lambda: run_once(path, resume=True, look=None))
+
+
 def test_the_run_above_clips_and_learns(uninterrupted):
     _, metrics, _ = uninterrupted
     assert all(0 < record["critic/clip_fraction"] < 1 for record in metrics)
