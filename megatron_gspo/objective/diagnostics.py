@@ -15,6 +15,7 @@ from megatron_gspo.objective.metrics import (
     Sum,
     TokenMean,
 )
+from megatron_gspo.objective.segment import segment_sum
 from megatron_gspo.objective.surrogate import Surrogate
 from megatron_gspo.objective.tokens import Ratios, check_shapes
 
@@ -29,18 +30,18 @@ def ratio_diagnostics(x: Ratios, term: Surrogate) -> dict[str, Metric]:
     kl_k1, kl_k3: means over tokens of -log r and r - 1 - log r, estimates of KL(old || new).
     """
     count = x.used.double().sum()
-    log_r = x.log_ratio
-    share = torch.where(x.used, x.spread(x.lens.clamp(min=1).double().reciprocal()), 0.0)
+    log_r, lens = x.log_ratio, x.lens.clamp(min=1)
+    clipped, here = (segment_sum(flag.double(), x.tokens.offsets) for flag in (term.clipped & x.used, x.used))
     return {
-        "clip_fraction": TokenMean((term.clipped & x.used).double().sum(), count),
-        "clip_fraction_sequence": TokenMean((term.clipped * share).sum(), share.sum()),
+        "clip_fraction": TokenMean(clipped.sum(), count),
+        "clip_fraction_sequence": TokenMean((clipped / lens).sum(), (here / lens).sum()),
         "kl_k1": TokenMean(-log_r.sum(), count),
         "kl_k3": TokenMean((torch.expm1(log_r) - log_r).sum(), count),
         "ess": EffectiveSampleSize.of(term.log_ratio.exp(), x.used),
         "ratio": SequenceValues(x.tokens.rows, torch.where(x.valid, x.log_s.exp(), torch.nan)),
-        "token_log_ratio_min": Min.of(torch.where(x.used, log_r, torch.nan)),
-        "token_log_ratio_max": Max.of(torch.where(x.used, log_r, torch.nan)),
-        "abs_log_ratio_max": Max.of(torch.where(x.used, term.log_ratio.abs(), torch.nan)),
+        "token_log_ratio_min": Min.of(log_r, x.used),
+        "token_log_ratio_max": Max.of(log_r, x.used),
+        "abs_log_ratio_max": Max.of(term.log_ratio.abs(), x.used),
         "num_bad_sequences": SequenceFlags(x.tokens.rows, x.bad),
     }
 
@@ -54,10 +55,10 @@ def policy_diagnostics(logp: Tensor, entropy: Tensor, rollout_logp: Tensor, mask
     """
     check_shapes("token", mask.numel(), logp=logp, entropy=entropy, rollout_logp=rollout_logp)
     gap = (logp.double() - rollout_logp.double()).abs()
-    compared = mask & gap.isfinite()
+    compared = mask & (gap < torch.inf)
     return {
-        "entropy": TokenMean(torch.where(mask, entropy.double(), 0.0).sum(), mask.double().sum()),
+        "entropy": TokenMean(torch.where(mask, entropy, 0.0).sum(dtype=torch.float64), mask.double().sum()),
         "rollout_gap": TokenMean(torch.where(compared, gap, 0.0).sum(), compared.double().sum()),
-        "rollout_gap_max": Max.of(torch.where(compared, gap, torch.nan)),
+        "rollout_gap_max": Max.of(gap, compared),
         "rollout_gap_not_finite": Sum((mask & ~compared).double().sum()),
     }

@@ -107,8 +107,8 @@ class EffectiveSampleSize(Metric):
     @classmethod
     def of(cls, weights: Tensor, used: Tensor) -> Self:
         """Of weights [t] float64, where used [t] bool. Weights beyond 1e150 count as that: their squares must add."""
-        w = torch.where(used, weights, 0.0).clamp(max=1e150)
-        return cls(w.sum(), w.square().sum(), used.double().sum())
+        w = torch.where(used, weights, 0.0).clamp_(max=1e150)
+        return cls(w.sum(), torch.dot(w, w), used.double().sum())
 
     def merge(self, other: Self) -> Self:
         return type(self)(self.total + other.total, self.squares + other.squares, self.count + other.count)
@@ -129,9 +129,9 @@ class Max(Metric):
     value: Tensor
 
     @classmethod
-    def of(cls, values: Tensor) -> Self:
-        """Of `values` [k], nan left out."""
-        return cls(_largest(values))
+    def of(cls, values: Tensor, used: Tensor) -> Self:
+        """Of values [k] where used [k] bool."""
+        return cls(_largest(values, used))
 
     def merge(self, other: Self) -> Self:
         return type(self)(torch.maximum(self.value, other.value))
@@ -151,9 +151,9 @@ class Min(Metric):
     value: Tensor
 
     @classmethod
-    def of(cls, values: Tensor) -> Self:
-        """Of `values` [k], nan left out."""
-        return cls(-_largest(-values))
+    def of(cls, values: Tensor, used: Tensor) -> Self:
+        """Of values [k] where used [k] bool."""
+        return cls(-_largest(-values, used))
 
     def merge(self, other: Self) -> Self:
         return type(self)(torch.minimum(self.value, other.value))
@@ -294,6 +294,6 @@ def _num_rows(rows: Tensor) -> int:
     return int(rows.max()) + 1 if rows.numel() else 0
 
 
-def _largest(values: Tensor) -> Tensor:
+def _largest(values: Tensor, used: Tensor) -> Tensor:
     none = values.new_tensor([-math.inf])
-    return torch.cat([torch.where(values.isnan(), none, values), none]).amax()
+    return torch.cat([values.masked_fill(~used, -math.inf), none]).amax()

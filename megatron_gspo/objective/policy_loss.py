@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from megatron_gspo.objective.diagnostics import ratio_diagnostics
 from megatron_gspo.objective.metrics import Metric, Sum, TokenMean
 from megatron_gspo.objective.reference import kl_penalty
 from megatron_gspo.objective.surrogate import Objective
-from megatron_gspo.objective.tokens import Ratios, Tokens, importance_ratios
+from megatron_gspo.objective.tokens import Tokens, importance_ratios
 
 
 def policy_loss(
@@ -34,7 +35,7 @@ def policy_loss(
     """
     x = importance_ratios(tokens)
     term = objective(x)
-    weight = torch.where(x.used, x.spread(weights), 0.0)
+    weight = x.spread(weights).masked_fill_(~x.used, 0.0)
     value, slope = weight * term.value, weight * term.slope
     metrics: dict[str, Metric] = {}
     if corrections:
@@ -46,11 +47,19 @@ def policy_loss(
         value, slope = value - beta * weight * penalty, slope - beta * weight * penalty_slope
         metrics["kl_reference"] = TokenMean(penalty.sum(), x.used.double().sum())
     loss = -value.sum()
-    return loss + _with_slope(-slope, x), {"loss": Sum(loss), **metrics, **ratio_diagnostics(x, term)}
+    return loss + _Slope.apply(x.tokens.logp, -slope), {"loss": Sum(loss), **metrics, **ratio_diagnostics(x, term)}
 
 
-def _with_slope(slope: Tensor, x: Ratios) -> Tensor:
-    """Exactly 0, with the gradient `slope` [t] for log pi; beyond its dtype the largest, as an infinity ends in nan."""
-    logp = torch.where(x.used & x.logp.isfinite(), x.tokens.logp, 0.0)
-    largest = torch.finfo(logp.dtype).max
-    return torch.dot(slope.clamp(-largest, largest).to(logp.dtype), logp - logp.detach()).double()
+class _Slope(torch.autograd.Function):
+    """Exactly 0, with a given gradient [t] for log pi; beyond its dtype the largest, as an infinity ends in nan."""
+
+    @staticmethod
+    def forward(ctx: Any, logp: Tensor, slope: Tensor) -> Tensor:
+        largest = torch.finfo(logp.dtype).max
+        ctx.save_for_backward(slope.clamp(-largest, largest).to(logp.dtype))
+        return slope.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (slope,) = ctx.saved_tensors
+        return slope * grad.to(slope.dtype), None

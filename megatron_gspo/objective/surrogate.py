@@ -13,7 +13,7 @@ from megatron_gspo.objective.tokens import Ratios
 
 @dataclass(frozen=True, eq=False)
 class Surrogate:
-    """A token's term J_t of an objective that is maximised; all [t], detached, 0 where a token is not used.
+    """A token's term J_t of an objective that is maximised; all [t], detached, finite where a token is not used.
 
     value: J_t. slope: dJ_t / d log pi(y_t), given in closed form beside it, so that no autograd rule meets an infinite
     ratio; float64. clipped: the trust region cut the slope off. log_ratio: log of the ratio that the objective uses.

@@ -7,6 +7,7 @@ offsets[m] is padding. `mask` marks the tokens that train; masked tokens never e
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -57,11 +58,12 @@ class Tokens:
 
 @dataclass(frozen=True, eq=False)
 class Ratios:
-    """Importance ratios of `Tokens`, all detached; float64 unless said. 0 where a token or sequence is not used.
+    """Importance ratios of `Tokens`, all detached; float64 unless said.
 
     used [t] bool: trained tokens of valid sequences. sequence [t] int64: the token's sequence; m is padding.
-    logp, old_logp, log_ratio [t]: log pi, log pi_old and log(pi / pi_old); -inf (a new probability of 0) is a value.
-    log_gap [t]: log(pi_old / pi_rollout), 0 where the rollout's are not given. advantages [t]: A_it.
+    log_ratio [t]: log(pi / pi_old); -inf (a new probability of 0) is a value. log_gap [t]: log(pi_old / pi_rollout).
+    Both are 0 where a token is not used, and the gap where the rollout's log-probabilities are not given.
+    advantages [t]: A_it, finite everywhere.
     log_s [m]: mean of log_ratio over a sequence's trained tokens on all CP ranks. gap_mean [m]: of log_gap.
     lens [m]: |y_i|. valid, bad [m] bool: a valid sequence has trained tokens and no bad value. A bad one has a
     log-probability that no probability gives (nan, +inf), or of -inf in a policy other than the trained one, at a
@@ -70,8 +72,6 @@ class Ratios:
 
     used: Tensor
     sequence: Tensor
-    logp: Tensor
-    old_logp: Tensor
     log_ratio: Tensor
     log_gap: Tensor
     advantages: Tensor
@@ -81,6 +81,16 @@ class Ratios:
     valid: Tensor
     bad: Tensor
     tokens: Tokens
+
+    @cached_property
+    def logp(self) -> Tensor:
+        """[t]: log pi(y_t) of used tokens, else 0; -inf is a value."""
+        return torch.where(self.used, self.tokens.logp.detach().double(), 0.0)
+
+    @cached_property
+    def old_logp(self) -> Tensor:
+        """[t]: log pi_old(y_t) of used tokens, else 0."""
+        return torch.where(self.used, self.tokens.old_logp.double(), 0.0)
 
     def spread(self, values: Tensor) -> Tensor:
         """[t]: every token's own of `values` [m]; 0 for padding."""
@@ -97,34 +107,38 @@ def importance_ratios(tokens: Tokens) -> Ratios:
     Costs one all-reduce of [m] float64 ([2, m] with rollout log-probabilities) outside of the graph, however many
     tokens there are. fp32 sums of 50,000 tokens would be off by more than GSPO's clip range.
     """
-    logp, old_logp = tokens.logp.detach().double(), tokens.old_logp.double()
-    impossible = ~(logp < torch.inf) | ~old_logp.isfinite()
-    summands = [logp - old_logp]
+    old_logp = tokens.old_logp.double()
+    log_ratio = tokens.logp.detach().double() - old_logp
+    # -inf - x is a value, inf - x and x - -inf are inf, and what is left to exclude is x - inf.
+    possible = (log_ratio < torch.inf) & (old_logp < torch.inf)
+    summands = [log_ratio]
     if tokens.rollout_logp is not None:
         summands.append(old_logp - tokens.rollout_logp.double())
-        impossible |= ~summands[1].isfinite()
+        possible &= summands[1].isfinite()
     if tokens.ref_logp is not None:
-        impossible |= ~tokens.ref_logp.isfinite()
+        possible &= tokens.ref_logp.isfinite()
     # A bad token turns its partial sum into nan, so that one sum tells every CP rank both the ratio and the defect.
-    masked = [torch.where(impossible, torch.nan, x).where(tokens.mask, 0.0) for x in summands]
-    sums = _sequence_sums(torch.stack(masked), tokens)
+    bad_token, untrained = ~possible, ~tokens.mask
+    for summand in summands:
+        summand.masked_fill_(bad_token, torch.nan).masked_fill_(untrained, 0.0)
+    sums = _sequence_sums(torch.stack(summands), tokens)
 
     bad = sums[0].isnan()
     valid = (tokens.trained_lens > 0) & ~bad
     means = torch.where(valid, sums, 0.0) / tokens.trained_lens.clamp(min=1)
     sequence = _sequence_of_token(tokens)
     used = tokens.mask & torch.cat([valid, valid.new_zeros(1)])[sequence]
-    advantages = tokens.advantages.double()
-    if advantages.shape != tokens.mask.shape:
-        advantages = torch.cat([advantages, advantages.new_zeros(1)])[sequence]
+    unused = ~used
+    for summand in summands:
+        summand.masked_fill_(unused, 0.0)
+    per_token = tokens.advantages.shape == tokens.mask.shape
+    advantages = torch.where(used if per_token else valid, tokens.advantages.double(), 0.0)
     return Ratios(
         used=used,
         sequence=sequence,
-        logp=torch.where(used, logp, 0.0),
-        old_logp=torch.where(used, old_logp, 0.0),
-        log_ratio=torch.where(used, summands[0], 0.0).clamp_(max=MAX_LOG_RATIO),
-        log_gap=torch.where(used, summands[1], 0.0) if len(summands) > 1 else torch.zeros_like(logp),
-        advantages=torch.where(used, advantages, 0.0),
+        log_ratio=log_ratio.clamp_(max=MAX_LOG_RATIO),
+        log_gap=summands[1] if len(summands) > 1 else torch.zeros_like(log_ratio),
+        advantages=advantages if per_token else torch.cat([advantages, advantages.new_zeros(1)])[sequence],
         log_s=means[0].clamp(max=MAX_LOG_RATIO),
         gap_mean=means[1] if len(means) > 1 else torch.zeros_like(means[0]),
         lens=tokens.trained_lens,

@@ -42,8 +42,8 @@ def micro_batch(rows: list[int], values: list[float]) -> dict[str, Metric]:
         "token_mean": TokenMean(v.sum(), count),
         "sequence_mean": SequenceMean(v.sum(), count),
         "ess": EffectiveSampleSize.of(v.exp2(), torch.ones_like(v, dtype=torch.bool)),
-        "max": Max.of(v),
-        "min": Min.of(v),
+        "max": Max.of(v, torch.ones_like(v, dtype=torch.bool)),
+        "min": Min.of(v, torch.ones_like(v, dtype=torch.bool)),
         "values": SequenceValues(r, v),
         "flags": SequenceFlags(r, torch.arange(len(rows)) == len(rows) - 1),
     }
@@ -81,9 +81,13 @@ def test_nothing_to_measure():
     assert merge([]) == {} and alone({}) == {}
 
 
-def test_nan_is_no_value_and_infinity_is_one():
-    assert alone({"max": Max.of(f64(1, math.nan)), "min": Min.of(f64(math.nan, 1))}) == {"max": 1, "min": 1}
-    assert alone({"max": Max.of(f64(1, math.inf))}) == {"max": math.inf}
+def test_what_is_not_used_is_no_value_and_infinity_is_one():
+    first, both = torch.tensor([True, False]), torch.tensor([True, True])
+    assert alone({"max": Max.of(f64(1, math.nan), first), "min": Min.of(f64(1, math.nan), first)}) == {
+        "max": 1,
+        "min": 1,
+    }
+    assert alone({"max": Max.of(f64(1, math.inf), both)}) == {"max": math.inf}
     got = alone({"v": SequenceValues(torch.tensor([0, 1]), f64(math.nan, 3))})
     assert got["v/mean"] == got["v/min"] == 3
 

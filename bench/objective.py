@@ -1,0 +1,170 @@
+"""Time and memory of the GSPO loss, forward and backward, on ragged sequences, against a bare reference and liger.
+
+    python -m bench.objective [--threads 2] [--repeats 20]
+
+256 sequences of up to 16,384 tokens, about 0.5 M tokens in all, lengths lognormal, log-probabilities in fp32. `bare` is
+equations 5 and 7 of arXiv 2507.18071 on packed tokens in float64 by torch.segment_reduce, under autograd, and nothing
+else: no checks, no masks, no metrics. `ours` is what a training step runs, every diagnostic included. liger's
+`ppo_loss_fn` gets its [256, 16384] padded input for free: neither padding nor its memory is counted.
+Times are medians; ratios are to `bare`. Peak memory is what torch allocates beyond the inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_gspo.objective import Tokens, Totals, gspo_token, policy_diagnostics, policy_loss, token_weights
+
+SEQUENCES, LONGEST, MEDIAN, SIGMA = 256, 16_384, 1000, 1.1
+CLIP = {"clip_low": 3e-4, "clip_high": 4e-4}
+
+
+class Data:
+    """One micro-batch, packed and padded."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        lens = (MEDIAN * (SIGMA * torch.randn(SEQUENCES, generator=generator)).exp()).long().clamp(16, LONGEST)
+        lens[0] = LONGEST
+        t = int(lens.sum())
+        self.lens = lens
+        self.offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lens.cumsum(0)])
+        self.old_logp = -2 * torch.rand(t, generator=generator)
+        self.logp = self.old_logp + 0.02 * torch.randn(t, generator=generator)
+        self.rollout_logp = self.old_logp + 0.01 * torch.randn(t, generator=generator)
+        self.entropy = torch.rand(t, generator=generator)
+        self.advantages = torch.randn(SEQUENCES, generator=generator, dtype=torch.float64)
+        self.mask = torch.ones(t, dtype=torch.bool)
+        self.rows = torch.arange(SEQUENCES)
+
+    def padded(self, values: Tensor) -> Tensor:
+        return pad_sequence(list(values.split(self.lens.tolist())), batch_first=True)
+
+
+def bare(data: Data) -> Callable[[], Tensor]:
+    def run() -> Tensor:
+        logp = data.logp.clone().requires_grad_()
+        log_ratio = logp.double() - data.old_logp.double()
+        s = torch.segment_reduce(log_ratio, "mean", offsets=data.offsets, unsafe=True).exp()
+        a = data.advantages
+        loss = -torch.minimum(s * a, s.clamp(1 - CLIP["clip_low"], 1 + CLIP["clip_high"]) * a).mean()
+        loss.backward()
+        assert logp.grad is not None
+        return logp.grad
+
+    return run
+
+
+def ours(data: Data) -> Callable[[], Tensor]:
+    totals = Totals(num_sequences=SEQUENCES, num_tokens=int(data.lens.sum()), max_tokens=LONGEST)
+
+    def run() -> Tensor:
+        logp = data.logp.clone().requires_grad_()
+        tokens = Tokens(
+            logp=logp,
+            old_logp=data.old_logp,
+            mask=data.mask,
+            offsets=data.offsets,
+            trained_lens=data.lens,
+            rows=data.rows,
+            advantages=data.advantages,
+            group=None,
+        )
+        weights = token_weights("sequence_mean", data.lens, totals)
+        loss, _ = policy_loss(tokens, partial(gspo_token, **CLIP), weights)
+        policy_diagnostics(data.old_logp, data.entropy, data.rollout_logp, data.mask)
+        loss.backward()
+        assert logp.grad is not None
+        return logp.grad
+
+    return run
+
+
+def liger(data: Data) -> Callable[[], Tensor]:
+    from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction
+
+    logp, old_logp, mask = map(data.padded, (data.logp, data.old_logp, data.mask.float()))
+    advantages = data.advantages.float()
+
+    def run() -> Tensor:
+        leaf = logp.clone().requires_grad_()
+        loss, _ = LigerFusedLinearGRPOFunction.ppo_loss_fn(
+            leaf,
+            mask,
+            advantages,
+            mask,
+            old_per_token_logps=old_logp,
+            epsilon_low=CLIP["clip_low"],
+            epsilon_high=CLIP["clip_high"],
+            beta=0.0,
+            loss_type="grpo",
+            importance_sampling_level="sequence",
+        )
+        loss.backward()
+        assert leaf.grad is not None
+        return leaf.grad[mask.bool()]
+
+    return run
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes of live storages that operations made, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._live: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, Tensor):
+                self._note(tensor.untyped_storage())
+        return out
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        import weakref
+
+        key = storage._cdata
+        if key not in self._live:
+            self._live[key] = storage.nbytes()
+            self.peak = max(self.peak, sum(self._live.values()))
+            weakref.finalize(storage, self._live.pop, key, None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=20)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    data = Data()
+    runs = {"bare": bare(data), "ours, all diagnostics": ours(data), "liger, padded for free": liger(data)}
+    gradients = {name: run() for name, run in runs.items()}
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, gradients["bare"], rtol=2e-3, atol=1e-12, msg=f"{name} differs")
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(arguments.repeats):
+        for name, run in runs.items():
+            started = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - started)
+    t, floor = int(data.lens.sum()), statistics.median(seconds["bare"])
+    print(f"{SEQUENCES} sequences, {t:,} tokens, longest {LONGEST:,}; load {os.getloadavg()[0]:.1f}")
+    for name, times in seconds.items():
+        median = statistics.median(times)
+        print(f"{name:<26}{median * 1e3:>9.1f} ms{median / floor:>8.2f}x")
+
+
+if __name__ == "__main__":
+    main()
