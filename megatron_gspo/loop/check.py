@@ -1,50 +1,117 @@
-"""Names in a recipe that only the packages behind it know: rewards, tasks, Megatron's fields, the server's flags."""
+"""What a recipe names and only other packages or the disk know: checkpoints, data, rewards, records, Megatron's fields.
+
+Everything that can be known before a process starts is refused here, with the key and the place that set it.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from megatron_gspo.config import Engine, Problem, Recipe, RecipeError
+from megatron_gspo.loop.run_dir import first_step, place_problems
 
-Checks = list[tuple[str, Callable[[], object]]]
+FILE_SOURCES = ("jsonl", "parquet")
+RECORD_ARRAYS = "batch.safetensors"
+
+Check = Callable[[Recipe], object]
 
 
-def check_names(recipe: Recipe) -> None:
-    """Raise RecipeError with every reward, task and model that does not do; imports neither torch nor Megatron."""
-    checks: Checks = []
-    if recipe.data.source not in ("jsonl", "parquet"):
-        checks.append(("data.source", lambda: _task(recipe)))
+def check_inputs(recipe: Recipe, resume: bool = False) -> None:
+    """Raise RecipeError with all that is wrong with what `recipe` names. Imports torch and Megatron only for a recipe
+    that sets their fields."""
+    problems = [*place_problems(recipe), *checkpoint_problems(recipe), *name_problems(recipe)]
+    refuse(problems, recipe)  # the rest needs a run.dir, and takes seconds
+    refuse([*replay_problems(recipe, first_step(recipe, resume)), *field_problems(recipe)], recipe)
+
+
+def refuse(problems: Iterable[Problem], recipe: Recipe) -> None:
+    """Raise RecipeError where there are problems."""
+    found = list(problems)
+    if found:
+        raise RecipeError(found, recipe.sources)
+
+
+def hf_checkpoints(recipe: Recipe) -> dict[str, str]:
+    """Key -> directory of every HF checkpoint that the run reads."""
+    kl = getattr(recipe.objective, "kl", None)
+    named = {
+        "policy.hf": recipe.policy.hf,
+        "critic.hf": recipe.critic and recipe.critic.hf,
+        "objective.kl.reference": kl and kl.reference,
+    }
+    return {key: path for key, path in named.items() if path}
+
+
+def checkpoint_problems(recipe: Recipe) -> Iterator[Problem]:
+    """HF checkpoints that are not there, such as on a login node that does not see the disk."""
+    for key, path in hf_checkpoints(recipe).items():
+        hint = "name the directory of an HF checkpoint on a local or shared disk"
+        if "\0" in path or not Path(path).is_dir():
+            yield Problem(key=key, value=path, reason="no such directory", hint=hint)
+        elif not (Path(path) / "config.json").is_file():
+            yield Problem(key=key, value=path, reason="no config.json in this directory", hint=hint)
+        elif not any(Path(path).glob("*.safetensors")):
+            yield Problem(key=key, value=path, reason="no *.safetensors in this directory", hint=hint)
+
+
+def name_problems(recipe: Recipe) -> list[Problem]:
+    """Data, reward and model that do not do; imports neither torch nor Megatron."""
+    checks: list[tuple[str, Check]] = [("data.path" if recipe.data.source in FILE_SOURCES else "data.source", _data)]
     if recipe.reward:
-        checks.append(("reward.name", lambda: _reward(recipe)))
+        checks.append(("reward.name", _reward))
     if recipe.rollout and not recipe.rollout.replay:
-        checks.append(("policy.hf", lambda: _served(recipe)))
-    _run(checks, recipe)
+        checks.append(("policy.hf", _served))
+    return _collect(checks, recipe)
 
 
-def check_fields(recipe: Recipe) -> None:
-    """Raise RecipeError with every field that Megatron, and every flag that the server, does not take."""
-    checks: Checks = [
-        ("policy.megatron", lambda: _megatron(recipe)),
-        ("policy.ddp", lambda: _ddp(recipe)),
-        ("policy.optimizer.megatron", lambda: _optimizer(recipe)),
+def field_problems(recipe: Recipe) -> list[Problem]:
+    """Fields that Megatron, and flags that the server, does not take; imports what takes them."""
+    checks: list[tuple[str, Check]] = []
+    if recipe.policy.megatron:
+        checks.append(("policy.megatron", _megatron))
+    if recipe.policy.ddp:
+        checks.append(("policy.ddp", _ddp))
+    if recipe.policy.optimizer.megatron:
+        checks.append(("policy.optimizer.megatron", _optimizer))
+    if recipe.rollout and recipe.rollout.engine is Engine.managed and not recipe.rollout.replay:
+        checks.append(("rollout.server.args", _server))
+    return _collect(checks, recipe)
+
+
+def replay_problems(recipe: Recipe, first: int) -> Iterator[Problem]:
+    """Every step from `first` on needs its record, before the first of them is trained."""
+    if not recipe.rollout or not recipe.rollout.replay:
+        return
+    folder = Path(recipe.rollout.replay)
+    missing = [
+        f"step_{step:06d}"
+        for step in range(first, recipe.run.steps)
+        if not (folder / f"step_{step:06d}" / RECORD_ARRAYS).is_file()
     ]
-    if recipe.rollout and recipe.rollout.engine is Engine.managed:
-        checks.append(("rollout.server.args", lambda: _server(recipe)))
-    _run(checks, recipe)
+    if missing:
+        reason = f"holds no record {missing[0]}" + (f", nor {len(missing) - 1} others" if len(missing) > 1 else "")
+        hint = f"run.steps = {recipe.run.steps} needs step_{first:06d} to step_{recipe.run.steps - 1:06d}; lower it"
+        yield Problem(key="rollout.replay", value=recipe.rollout.replay, reason=reason, hint=hint)
 
 
-def _run(checks: Checks, recipe: Recipe) -> None:
+def _collect(checks: Iterable[tuple[str, Check]], recipe: Recipe) -> list[Problem]:
     problems = []
     for key, check in checks:
         try:
-            check()
+            check(recipe)
         except ValueError as error:
-            problems.append(Problem(key=key, reason=str(error)))
-    if problems:
-        raise RecipeError(problems, recipe.sources)
+            problems.append(_blame(key, str(error)))
+    return problems
+
+
+def _blame(key: str, message: str) -> Problem:
+    """A message of one key in the section `key` begins with it, as in `policy.megatron.foo: no such field`."""
+    name, colon, reason = message.partition(": ")
+    inner = colon and name.startswith(f"{key}.")
+    return Problem(key=name if inner else key, reason=reason if inner else message)
 
 
 def _megatron(recipe: Recipe) -> None:
@@ -66,10 +133,25 @@ def _optimizer(recipe: Recipe) -> None:
     optimizer_config(recipe.policy)
 
 
-def _task(recipe: Recipe) -> None:
-    from megatron_gspo.data.tasks import draw_from_task
+def _data(recipe: Recipe) -> None:
+    """Opens the data, which checks every line of a JSON Lines file, and makes the first prompt."""
+    if recipe.data.source == "jsonl":
+        from megatron_gspo.data.jsonl import JsonlRows
 
-    draw_from_task(recipe.data.source, recipe.run.seed, recipe.data.args)
+        first = JsonlRows(recipe.data)[0]
+    elif recipe.data.source == "parquet":
+        from megatron_gspo.data.parquet import ParquetRows
+
+        first = ParquetRows(recipe.data)[0]
+    else:
+        from megatron_gspo.data.tasks import draw_from_task
+
+        first = draw_from_task(recipe.data.source, recipe.run.seed, recipe.data.args)(0, 0)
+    if recipe.rollout is None and first.response is None:
+        raise ValueError(
+            f"the objective '{recipe.objective.name}' imitates responses, and {first.id} has none as text in the field "
+            f"'{recipe.data.response_key}' (data.response_key); its fields: {', '.join(first.meta)}"
+        )
 
 
 def _reward(recipe: Recipe) -> None:
@@ -84,8 +166,8 @@ def _served(recipe: Recipe) -> None:
     from megatron_gspo.weights.families.qwen3_moe import sparse_layers
 
     path = Path(recipe.policy.hf) / "config.json"
-    if not path.exists():
-        raise ValueError(f"{path} does not exist; expected the directory of an HF checkpoint")
+    if not path.is_file():  # `checkpoint_problems` says so
+        return
     hf = json.loads(path.read_text())
     if hf.get("model_type") == "qwen3_moe" and len(sparse_layers(hf)) < hf["num_hidden_layers"]:
         raise ValueError(f"{path} mixes dense and sparse layers, which SGLang's Qwen3-MoE does not build")

@@ -1,51 +1,45 @@
-"""`megatron-gspo train`: join the ranks that torchrun or srun started, or start local workers here."""
+"""`megatron-gspo train`: check everything, claim run.dir, then start local ranks or join those of torchrun or srun."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-import socket
-import subprocess
 import sys
-import time
 from pathlib import Path
 
-from megatron_gspo.config import (
-    Engine,
-    Problem,
-    Recipe,
-    RecipeError,
-    check_resume,
-    effective_yaml,
-    load_recipe,
-    validate,
-)
-from megatron_gspo.loop.check import check_names
+from megatron_gspo.config import Engine, Problem, Recipe, RecipeError, validate
+from megatron_gspo.loop.check import check_inputs
 from megatron_gspo.loop.environment import Environment, read_environment
-
-RECIPE_NAME = "recipe.yaml"
-LAST_WORDS = 30  # lines of a failed rank's log that are shown
-ECHO_S = 1.0  # within which the ranks that wait for a failed one fail too: the lowest may know the cause
+from megatron_gspo.loop.joining import GO_ON, Verdict, agree, open_store, verdict_of
+from megatron_gspo.loop.run_dir import admit, is_finished, write_recipe
+from megatron_gspo.loop.run_lock import RunDirInUse, claim, share
+from megatron_gspo.loop.workers import run_workers
 
 
 def main(recipe: Recipe, resume: bool) -> int:
     """Run `recipe`; returns the exit code of the run. The effective recipe is kept in the run folder.
 
-    Raises RecipeError when the run folder holds another run and `resume` is not asked for.
+    Raises RecipeError, before anything is started or written, for what cannot run here.
     """
     environment = read_environment()
-    validate(recipe, environment.world_size if environment else recipe.run.workers)
     if environment:
-        check_reach(recipe, environment)
-    if environment is None or environment.rank == 0:
-        check_names(recipe)
-        prepare_run_dir(recipe, resume)
-    if environment is None:
-        return _run_local_workers(recipe, resume)
-    from megatron_gspo.loop.worker import run_or_leave
+        return _join(recipe, environment, resume)
+    check(recipe, recipe.run.workers, resume)
+    lock = _claim(recipe)
+    try:
+        verdict = _open(recipe, resume)
+        if verdict.code is not None:
+            print(verdict.text, flush=True)
+            return verdict.code
+        path = write_recipe(recipe)
+        return run_workers(path, path.parent, resume=resume, workers=recipe.run.workers, threads=recipe.run.threads)
+    finally:
+        os.close(lock)
 
-    return run_or_leave(recipe, environment, resume)
+
+def check(recipe: Recipe, world_size: int, resume: bool) -> None:
+    """Raise RecipeError with what this process sees to be wrong; nothing is written."""
+    validate(recipe, world_size)
+    check_inputs(recipe, resume)
 
 
 def check_reach(recipe: Recipe, environment: Environment) -> None:
@@ -60,107 +54,55 @@ def check_reach(recipe: Recipe, environment: Environment) -> None:
         raise RecipeError([problem], recipe.sources)
 
 
-def prepare_run_dir(recipe: Recipe, resume: bool) -> None:
-    """Create the run folder and write the effective recipe. A run that failed before it had anything is overwritten.
+def _join(recipe: Recipe, environment: Environment, resume: bool) -> int:
+    """Run as one of the ranks that somebody else started: all of them run, or all leave with the same code."""
 
-    Raises RecipeError for a folder in use without `resume`, and with it for a recipe that would not continue that run.
-    """
-    folder = Path(recipe.run.dir)
-    kept = folder / RECIPE_NAME
-    if resume and kept.exists():
-        check_resume(load_recipe(kept), recipe)
-    elif any(folder.glob("checkpoints/*")) or any(folder.glob("rollouts/*")):
-        raise RecipeError(
-            [
-                Problem(
-                    key="run.dir",
-                    value=recipe.run.dir,
-                    reason="this folder already holds a run",
-                    hint="continue it with --resume, choose another run.dir, or remove the folder",
-                )
-            ],
-            recipe.sources,
-        )
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
-    kept.write_text(effective_yaml(recipe))
+    def look() -> Verdict:
+        check_reach(recipe, environment)
+        check(recipe, environment.world_size, resume)
+        return GO_ON
 
+    def begin() -> Verdict:
+        if environment.rank:
+            return GO_ON
+        _claim(recipe)  # held until this process ends
+        verdict = _open(recipe, resume)
+        if verdict.code is None:
+            write_recipe(recipe)
+        return verdict
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    store = open_store(environment, recipe.run.timeout_s)
+    for question, ask in (("inputs", look), ("run_dir", begin)):
+        verdict = agree(store, environment, question, verdict_of(ask))
+        if verdict.code is not None:
+            if environment.rank == 0:
+                print(verdict.text, file=sys.stderr if verdict.code else sys.stdout, flush=True)
+            return verdict.code
+    if environment.rank:
+        share(Path(recipe.run.dir))
+    from megatron_gspo.loop.worker import run_or_leave
 
-
-def _run_local_workers(recipe: Recipe, resume: bool) -> int:
-    folder = Path(recipe.run.dir)
-    port = _free_port()
-    command = [sys.executable, "-m", "megatron_gspo.loop", str(folder / RECIPE_NAME)]
-    command += ["--resume"] if resume else []
-    workers: list[subprocess.Popen] = []
-    logs: list[Path] = []
-    for rank in range(recipe.run.workers):
-        place = Environment(
-            rank=rank, world_size=recipe.run.workers, local_rank=rank, master_addr="127.0.0.1", master_port=port
-        )
-        log = folder / "logs" / f"rank_{rank}.log"
-        logs.append(log)
-        workers.append(_start_worker(command, place, log, recipe.run.threads))
-    return _watch(workers, logs)
+    return run_or_leave(recipe, environment, resume, store)
 
 
-def _start_worker(command: list[str], place: Environment, log: Path, threads: int) -> subprocess.Popen:
-    variables = os.environ | {
-        "RANK": str(place.rank),
-        "WORLD_SIZE": str(place.world_size),
-        "LOCAL_RANK": str(place.local_rank),
-        "MASTER_ADDR": place.master_addr,
-        "MASTER_PORT": str(place.master_port),
-        "OMP_NUM_THREADS": str(threads),
-    }
-    # Rank 0 speaks to the terminal; its errors and every other rank's words go to a log. Each worker has a session of
-    # its own, so that Ctrl-C reaches the launcher alone, which forwards it once.
-    with log.open("a") as sink:
-        return subprocess.Popen(
-            command,
-            env=variables,
-            stdout=None if place.rank == 0 else sink,
-            stderr=sink,
-            start_new_session=True,
-        )
-
-
-def _watch(workers: list[subprocess.Popen], logs: list[Path]) -> int:
-    """Wait for all workers; forward signals to them; when one fails, end the others and show its last words."""
-
-    def forward(number, frame):
-        for worker in workers:
-            if worker.poll() is None:
-                worker.send_signal(number)
-
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, forward)
+def _claim(recipe: Recipe) -> int:
     try:
-        while True:
-            codes = [worker.poll() for worker in workers]
-            if any(codes):
-                time.sleep(ECHO_S)
-                failed = [rank for rank, worker in enumerate(workers) if worker.poll()]
-                for rank in failed[:2]:
-                    print(f"[train] rank {rank} failed with exit code {workers[rank].returncode}; see {logs[rank]}:")
-                    print("".join(logs[rank].read_text().splitlines(keepends=True)[-LAST_WORDS:]), flush=True)
-                return max(1, *(workers[rank].returncode for rank in failed))
-            if all(code == 0 for code in codes):
-                return 0
-            time.sleep(0.1)
-    finally:
-        _end(workers)
+        return claim(Path(recipe.run.dir))
+    except RunDirInUse as error:
+        reason, hint = str(error), "wait for its end or stop it, or choose another run.dir"
+    except OSError as error:
+        reason, hint = f"cannot be written: {error.strerror}", "choose a run.dir that you may write"
+    raise RecipeError([Problem(key="run.dir", value=recipe.run.dir, reason=reason, hint=hint)], recipe.sources)
 
 
-def _end(workers: list[subprocess.Popen], patience_s: float = 10.0) -> None:
-    # Whole sessions: a rank that fails leaves the sampling process and Megatron's checkpoint writer behind.
-    for worker in workers:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(worker.pid, signal.SIGKILL)
-    deadline = time.monotonic() + patience_s
-    for worker in workers:
-        worker.wait(timeout=max(0.1, deadline - time.monotonic()))
+def _open(recipe: Recipe, resume: bool) -> Verdict:
+    """Whether the claimed folder lets the run begin, or has it finished already."""
+    state = admit(recipe, resume)
+    if resume and state is None:
+        print(f"[train] {recipe.run.dir} holds no whole checkpoint: the run begins again", flush=True)
+    if state is None or not is_finished(recipe, state):
+        return GO_ON
+    from megatron_gspo.observe import summary_table
+
+    table = summary_table(recipe.run.dir)
+    return Verdict(code=0, text=f"[train] already finished: {state.step} of {recipe.run.steps} steps\n\n{table}")

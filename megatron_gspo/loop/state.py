@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
-_STATE, _SCORES = "run_state.json", "scores.safetensors"
-_PARTIAL = ".partial"
+from megatron_gspo.loop.checkpoints import (
+    PARTIAL,
+    STATE_FILE,
+    RunState,
+    checkpoint_dir,
+    partial_checkpoints,
+    read_state,
+    whole_checkpoints,
+)
+
+_SCORES = "scores.safetensors"
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunState:
-    """Where a run stands. `mini_batch` > 0 means that the step was left after that many optimizer steps."""
-
-    step: int
-    weight_version: int
-    mini_batch: int = 0
-    record: str | None = None  # the rollout record of a step that was left half-way
-
-
-def checkpoint_dir(run_dir: Path, state: RunState) -> Path:
-    """Folder of the checkpoint at `state`; its name sorts in training order."""
-    return run_dir / "checkpoints" / f"step_{state.step:06d}_{state.mini_batch:03d}"
+class CheckpointFailed(RuntimeError):
+    """A checkpoint could not be written or read; the message names it."""
 
 
 def save_checkpoint(
@@ -46,23 +46,25 @@ def save_checkpoint(
     the batch] fp32 each, the same on every rank, of a step left half-way: what was known of its tokens before the
     first update, and could not be computed again after it.
     The newest `keep` checkpoints stay (0 keeps all); older ones go only after the new one is in place.
+    Raises CheckpointFailed on a rank that cannot write; what it leaves is no checkpoint.
     """
     target = checkpoint_dir(run_dir, state)
-    partial = target.with_name(target.name + _PARTIAL)
+    partial = target.with_name(target.name + PARTIAL)
     first = dist.get_rank(group) == 0
-    if first:
-        for left in target.parent.glob(f"*{_PARTIAL}"):  # by a run that was killed while saving
-            shutil.rmtree(left)
-        for name in models:
-            (partial / name).mkdir(parents=True)
-    dist.barrier(group)
-    for name, save in models.items():
-        save(partial / name)
-    if first:
-        if scores:
-            save_file(dict(scores), partial / _SCORES)
-        (partial / _STATE).write_text(json.dumps(asdict(state), indent=2) + "\n")
-    dist.barrier(group)
+    with _named(f"saving {target} failed", "the checkpoints before it are whole: continue with --resume"):
+        if first:
+            for left in partial_checkpoints(run_dir):  # by a run that was killed while saving
+                shutil.rmtree(left)
+            for name in models:
+                (partial / name).mkdir(parents=True)
+        dist.barrier(group)
+        for name, save in models.items():
+            save(partial / name)
+        if first:
+            if scores:
+                save_file(dict(scores), partial / _SCORES)
+            (partial / STATE_FILE).write_text(json.dumps(asdict(state), indent=2) + "\n")
+        dist.barrier(group)
     if first:
         if target.exists():
             shutil.rmtree(target)
@@ -73,17 +75,11 @@ def save_checkpoint(
     return target
 
 
-def whole_checkpoints(run_dir: Path) -> list[Path]:
-    """The run's whole checkpoints, oldest first."""
-    found = (run_dir / "checkpoints").glob("step_*")
-    return sorted(path for path in found if not path.name.endswith(_PARTIAL))
-
-
 def load_newest(run_dir: Path, models: Mapping[str, Callable[[Path], None]]) -> tuple[RunState, dict[str, Tensor]]:
     """Restore the newest whole checkpoint of `run_dir`; returns its state and scores. Collective.
 
     models: name -> a collective that reads what was saved under that name. Raises ValueError where there is no
-    checkpoint.
+    checkpoint, or one of another layout, and CheckpointFailed where it is damaged.
     """
     whole = whole_checkpoints(run_dir)
     if not whole:
@@ -92,13 +88,32 @@ def load_newest(run_dir: Path, models: Mapping[str, Callable[[Path], None]]) -> 
             "run.dir, and set run.save_every to have checkpoints"
         )
     newest = whole[-1]
-    for name, load in models.items():
-        load(newest / name)
-    state = RunState(**json.loads((newest / _STATE).read_text()))
-    path = newest / _SCORES
-    return state, load_file(path) if path.exists() else {}
+    state, path = read_state(newest), newest / _SCORES
+    remedy = f"it is damaged, or this run is not its own; remove it to go on from {_before(whole)}"
+    with _named(f"the checkpoint {newest} cannot be read", remedy):
+        for name, load in models.items():
+            load(newest / name)
+        return state, load_file(path) if path.exists() else {}
 
 
 def is_saved(run_dir: Path, state: RunState) -> bool:
     """Whether the checkpoint at `state` is on disk already."""
     return checkpoint_dir(run_dir, state).exists()
+
+
+def _before(whole: list[Path]) -> str:
+    return f"the one before, {whole[-2].name}" if len(whole) > 1 else "the beginning, as there is none before it"
+
+
+@contextmanager
+def _named(failure: str, remedy: str) -> Iterator[None]:
+    """Whatever the file formats below raise says which checkpoint it was. A ValueError of ours says so already."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except CheckpointException as error:  # no Exception, and its text is a traceback for each rank
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise CheckpointFailed(f"{failure}: rank {rank}: {type(cause).__name__}: {cause}; {remedy}") from error
+    except Exception as error:
+        raise CheckpointFailed(f"{failure}: {type(error).__name__}: {error}; {remedy}") from error

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import os
-import shutil
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -17,16 +15,18 @@ import torch
 import torch.distributed as dist
 
 from megatron_gspo.config import Engine, Recipe, load_recipe
-from megatron_gspo.loop.check import check_fields
+from megatron_gspo.loop.checkpoints import RunState, whole_checkpoints
 from megatron_gspo.loop.critic import build_critic
 from megatron_gspo.loop.environment import Environment, read_environment
+from megatron_gspo.loop.export import export_policy
 from megatron_gspo.loop.reference import build_reference
 from megatron_gspo.loop.report import StepReport
 from megatron_gspo.loop.rl import Run, train
+from megatron_gspo.loop.run_lock import share
 from megatron_gspo.loop.sampling import SamplerHandle
 from megatron_gspo.loop.signals import StopRequest
 from megatron_gspo.loop.source import BatchSource, GivenBatches, ReplayedBatches, SampledBatches
-from megatron_gspo.loop.state import RunState, load_newest, save_checkpoint, whole_checkpoints
+from megatron_gspo.loop.state import load_newest, save_checkpoint
 from megatron_gspo.loop.weight_sync import make_weight_sync
 from megatron_gspo.policy import cpu
 from megatron_gspo.policy.checkpoint import load_model, save_model
@@ -37,13 +37,14 @@ from megatron_gspo.policy.step import Stepper
 from megatron_gspo.weights.bind import bind
 from megatron_gspo.weights.export import plan_export
 from megatron_gspo.weights.load import load_hf
-from megatron_gspo.weights.save import save_hf
 
 
-def run(recipe: Recipe, environment: Environment, resume: bool) -> int:
-    """Train `recipe` on this rank; returns the exit code. Collective over all trainer ranks."""
-    check_fields(recipe)
-    device = _init_distributed(recipe, environment)
+def run(recipe: Recipe, environment: Environment, resume: bool, store: dist.Store | None = None) -> int:
+    """Train `recipe` on this rank; returns the exit code. Collective over all trainer ranks.
+
+    store: that of all ranks, where they have one already.
+    """
+    device = _init_distributed(recipe, environment, store)
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=recipe.run.timeout_s))
     assert isinstance(control, dist.ProcessGroup)
     stop = StopRequest(control, recipe.run.grace_s)
@@ -124,19 +125,10 @@ def train_and_export(
         report.say(f"stopped before step {state.step + 1} of {recipe.run.steps}; continue with --resume")
     elif recipe.run.export_hf:
         sync_parameters(chunks)
-        _clear(run_dir / "hf", control)
-        save_hf(run_dir / "hf", export, policy.hf)
-        report.say(f"trained policy: {run_dir / 'hf'}")
+        report.say(f"trained policy: {export_policy(run_dir, export, policy.hf, state, control)}")
 
 
-def _clear(export: Path, control: dist.ProcessGroup) -> None:
-    """Remove the export of the same run at an earlier end; the checkpoint on disk is newer. Collective."""
-    if dist.get_rank(control) == 0 and export.exists():
-        shutil.rmtree(export)
-    dist.barrier(control)
-
-
-def _init_distributed(recipe: Recipe, environment: Environment) -> torch.device:
+def _init_distributed(recipe: Recipe, environment: Environment, store: dist.Store | None) -> torch.device:
     torch.manual_seed(recipe.run.seed)
     if cpu.on_gpu():
         device = torch.device("cuda", environment.local_rank)
@@ -145,9 +137,11 @@ def _init_distributed(recipe: Recipe, environment: Environment) -> torch.device:
     else:
         torch.set_num_threads(recipe.run.threads)
         device, backend = torch.device("cpu"), "gloo"
+    url = f"tcp://{environment.master_addr}:{environment.master_port}"
     dist.init_process_group(
         backend,
-        init_method=f"tcp://{environment.master_addr}:{environment.master_port}",
+        init_method=None if store else url,
+        store=dist.PrefixStore("default_pg", store) if store else None,
         rank=environment.rank,
         world_size=environment.world_size,
         timeout=timedelta(seconds=recipe.run.timeout_s),
@@ -173,22 +167,19 @@ def _make_source(
     return SampledBatches(sampler, Path(recipe.run.dir) / "rollouts", control, lambda: stop.expired)
 
 
-def run_or_leave(recipe: Recipe, environment: Environment, resume: bool) -> int:
+def run_or_leave(recipe: Recipe, environment: Environment, resume: bool, store: dist.Store | None = None) -> int:
     """`run`, but a rank that fails leaves at once: interpreter shutdown would wait for peers in a collective."""
     try:
-        return run(recipe, environment, resume)
+        return run(recipe, environment, resume, store)
     except BaseException:
         sys.excepthook(*sys.exc_info())
         sys.stderr.flush()
         os._exit(1)
 
 
-def main() -> int:
-    """Entry point of a worker process that our launcher started."""
-    parser = argparse.ArgumentParser(description="One trainer rank (started by megatron-gspo train)")
-    parser.add_argument("recipe")
-    parser.add_argument("--resume", action="store_true")
-    arguments = parser.parse_args()
-    environment = read_environment()
+def main(recipe_path: str, resume: bool) -> int:
+    """A worker process that our launcher started."""
+    recipe, environment = load_recipe(recipe_path), read_environment()
     assert environment is not None, "a worker is started with RANK and WORLD_SIZE set"
-    return run_or_leave(load_recipe(arguments.recipe), environment, arguments.resume)
+    share(Path(recipe.run.dir))
+    return run_or_leave(recipe, environment, resume)

@@ -1,0 +1,61 @@
+"""Where a run stands, as the folders in its run.dir tell. Imports no torch: `train` looks before it starts anything."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+STATE_FILE = "run_state.json"
+PARTIAL = ".partial"
+EXPORT_DIR = "hf"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """Where a run stands. `mini_batch` > 0 means that the step was left after that many optimizer steps."""
+
+    step: int
+    weight_version: int
+    mini_batch: int = 0
+    record: str | None = None  # the rollout record of a step that was left half-way
+
+
+def checkpoint_dir(run_dir: Path, state: RunState) -> Path:
+    """Folder of the checkpoint at `state`; its name sorts in training order."""
+    return run_dir / "checkpoints" / f"step_{state.step:06d}_{state.mini_batch:03d}"
+
+
+def whole_checkpoints(run_dir: Path) -> list[Path]:
+    """The run's whole checkpoints, oldest first."""
+    found = (run_dir / "checkpoints").glob("step_*")
+    return sorted(path for path in found if not path.name.endswith(PARTIAL))
+
+
+def partial_checkpoints(run_dir: Path) -> list[Path]:
+    """What was being written when a run ended."""
+    return sorted((run_dir / "checkpoints").glob(f"*{PARTIAL}"))
+
+
+def read_state(checkpoint: Path) -> RunState:
+    """The position that `checkpoint` was written at. Raises ValueError naming it where it does not say one."""
+    path = checkpoint / STATE_FILE
+    try:
+        return RunState(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({type(error).__name__}: {error}), so the checkpoint is not whole; remove "
+            f"{checkpoint} to go on from the one before, or from the beginning where there is none"
+        ) from error
+
+
+def newest_state(run_dir: Path) -> RunState | None:
+    """The position of the newest whole checkpoint, None where there is none. Raises ValueError for a damaged one."""
+    whole = whole_checkpoints(run_dir)
+    return read_state(whole[-1]) if whole else None
+
+
+def exported_state(run_dir: Path) -> RunState | None:
+    """The position at which the HF export was made, None where there is none or it does not say."""
+    export = run_dir / EXPORT_DIR
+    return read_state(export) if (export / STATE_FILE).is_file() else None
