@@ -25,23 +25,24 @@ def ratio_diagnostics(x: Ratios, term: Surrogate) -> dict[str, Metric]:
 
     clip_fraction: clipped tokens over all trained tokens (arXiv 2507.18071, figure 2). clip_fraction_sequence: mean
     over sequences of the clipped share of their tokens: for a ratio of sequences, the share of clipped sequences.
-    ratio: exp of the mean log-ratio, per sequence. token_log_ratio: smallest and largest. abs_log_ratio_max: of the
-    ratio that the objective uses; ess: that ratio's effective sample size over the number of tokens.
+    ratio: exp of the mean log-ratio, per sequence. token_log_ratio: smallest and largest, 0 among them.
+    abs_log_ratio_max: of the ratio that the objective uses; ess: its effective sample size over the number of tokens.
     kl_k1, kl_k3: means over tokens of -log r and r - 1 - log r, estimates of KL(old || new).
     """
-    count = x.used.double().sum()
     log_r, lens = x.log_ratio, x.lens.clamp(min=1)
-    clipped, here = (segment_sum(flag.double(), x.tokens.offsets) for flag in (term.clipped & x.used, x.used))
+    clipped, here = (segment_sum(flag.float(), x.tokens.offsets).double() for flag in (term.clipped & x.used, x.used))
+    count, log_r_sum = here.sum(), log_r.sum()
+    lowest, highest = _extremes(log_r)
     return {
         "clip_fraction": TokenMean(clipped.sum(), count),
         "clip_fraction_sequence": TokenMean((clipped / lens).sum(), (here / lens).sum()),
-        "kl_k1": TokenMean(-log_r.sum(), count),
-        "kl_k3": TokenMean((torch.expm1(log_r) - log_r).sum(), count),
+        "kl_k1": TokenMean(-log_r_sum, count),
+        "kl_k3": TokenMean(torch.expm1(log_r).sum() - log_r_sum, count),
         "ess": EffectiveSampleSize.of(term.log_ratio.exp(), x.used),
         "ratio": SequenceValues(x.tokens.rows, torch.where(x.valid, x.log_s.exp(), torch.nan)),
-        "token_log_ratio_min": Min.of(log_r, x.used),
-        "token_log_ratio_max": Max.of(log_r, x.used),
-        "abs_log_ratio_max": Max.of(term.log_ratio.abs(), x.used),
+        "token_log_ratio_min": Min(lowest),
+        "token_log_ratio_max": Max(highest),
+        "abs_log_ratio_max": Max(torch.stack(_extremes(term.log_ratio)).abs().amax()),
         "num_bad_sequences": SequenceFlags(x.tokens.rows, x.bad),
     }
 
@@ -54,11 +55,18 @@ def policy_diagnostics(logp: Tensor, entropy: Tensor, rollout_logp: Tensor, mask
     largest; rollout_gap_not_finite: tokens left out of both because one of the two is nan or infinite.
     """
     check_shapes("token", mask.numel(), logp=logp, entropy=entropy, rollout_logp=rollout_logp)
-    gap = (logp.double() - rollout_logp.double()).abs()
+    gap = (logp - rollout_logp).abs()  # of two near numbers: exact in their own dtype
     compared = mask & (gap < torch.inf)
+    gap = torch.where(compared, gap, 0.0)
+    count, num_compared = mask.sum().double(), compared.sum().double()
     return {
-        "entropy": TokenMean(torch.where(mask, entropy, 0.0).sum(dtype=torch.float64), mask.double().sum()),
-        "rollout_gap": TokenMean(torch.where(compared, gap, 0.0).sum(), compared.double().sum()),
-        "rollout_gap_max": Max.of(gap, compared),
-        "rollout_gap_not_finite": Sum((mask & ~compared).double().sum()),
+        "entropy": TokenMean(torch.where(mask, entropy, 0.0).sum(dtype=torch.float64), count),
+        "rollout_gap": TokenMean(gap.sum(dtype=torch.float64), num_compared),
+        "rollout_gap_max": Max(_extremes(gap)[1].double()),
+        "rollout_gap_not_finite": Sum(count - num_compared),
     }
+
+
+def _extremes(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Smallest and largest of values [t], which are 0 where a token is not used; 0 and 0 without tokens."""
+    return values.aminmax() if values.numel() else (values.sum(), values.sum())

@@ -36,18 +36,19 @@ def policy_loss(
     x = importance_ratios(tokens)
     term = objective(x)
     weight = x.spread(weights).masked_fill_(~x.used, 0.0)
-    value, slope = weight * term.value, weight * term.slope
     metrics: dict[str, Metric] = {}
+    policy_weight = weight
     if corrections:
         correction, metrics = apply_corrections(x, corrections)
-        value, slope = value * correction, slope * correction
+        policy_weight = weight * correction
+    loss, slope = -torch.dot(policy_weight, term.value), policy_weight * term.slope
     if kl:
         estimator, beta = kl
         penalty, penalty_slope = kl_penalty(x, estimator)
-        value, slope = value - beta * weight * penalty, slope - beta * weight * penalty_slope
+        loss = loss + beta * torch.dot(weight, penalty)
+        slope -= beta * weight * penalty_slope
         metrics["kl_reference"] = TokenMean(penalty.sum(), x.used.double().sum())
-    loss = -value.sum()
-    return loss + _Slope.apply(x.tokens.logp, -slope), {"loss": Sum(loss), **metrics, **ratio_diagnostics(x, term)}
+    return loss - _Slope.apply(x.tokens.logp, slope), {"loss": Sum(loss), **metrics, **ratio_diagnostics(x, term)}
 
 
 class _Slope(torch.autograd.Function):
@@ -56,7 +57,7 @@ class _Slope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logp: Tensor, slope: Tensor) -> Tensor:
         largest = torch.finfo(logp.dtype).max
-        ctx.save_for_backward(slope.clamp(-largest, largest).to(logp.dtype))
+        ctx.save_for_backward(slope.to(logp.dtype).clamp_(-largest, largest))
         return slope.new_zeros(())
 
     @staticmethod

@@ -35,14 +35,11 @@ def clipped_surrogate(ratio: Tensor, x: Ratios, *, clip_low: float, clip_high: f
     At r on a bound the unclipped slope is kept; A = 0 is never clipped. ratio, log_ratio [t] float64.
     """
     unclipped = ratio * x.advantages
-    bounded = ratio.clamp(1 - clip_low, 1 + clip_high) * x.advantages
+    bounded = ratio.clamp(1 - clip_low, 1 + clip_high).mul_(x.advantages)
     is_clipped = bounded < unclipped
-    return Surrogate(
-        value=torch.minimum(unclipped, bounded),
-        slope=unclipped.masked_fill(is_clipped, 0.0),
-        clipped=is_clipped,
-        log_ratio=log_ratio,
-    )
+    value = torch.minimum(unclipped, bounded)
+    slope = unclipped.masked_fill_(is_clipped, 0.0)
+    return Surrogate(value=value, slope=slope, clipped=is_clipped, log_ratio=log_ratio)
 
 
 def weighted_policy_gradient(weight: Tensor, x: Ratios, *, clipped: Tensor, log_ratio: Tensor) -> Surrogate:

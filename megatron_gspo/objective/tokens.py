@@ -6,6 +6,7 @@ offsets[m] is padding. `mask` marks the tokens that train; masked tokens never e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -107,29 +108,30 @@ def importance_ratios(tokens: Tokens) -> Ratios:
     Costs one all-reduce of [m] float64 ([2, m] with rollout log-probabilities) outside of the graph, however many
     tokens there are. fp32 sums of 50,000 tokens would be off by more than GSPO's clip range.
     """
-    old_logp = tokens.old_logp.double()
-    log_ratio = tokens.logp.detach().double() - old_logp
-    # -inf - x is a value, inf - x and x - -inf are inf, and what is left to exclude is x - inf.
-    possible = (log_ratio < torch.inf) & (old_logp < torch.inf)
+    log_ratio = tokens.logp.detach().double() - tokens.old_logp.double()
     summands = [log_ratio]
+    # A bad token makes the sum of its sequence nan or +inf, so that one sum tells every CP rank ratio and defect. Only
+    # -inf is ambiguous: the new policy's -inf is a value, any other policy's +inf is not.
+    ambiguous = [tokens.old_logp]
     if tokens.rollout_logp is not None:
-        summands.append(old_logp - tokens.rollout_logp.double())
-        possible &= summands[1].isfinite()
+        summands.append(tokens.old_logp.double() - tokens.rollout_logp.double())
+        ambiguous.append(tokens.rollout_logp)
     if tokens.ref_logp is not None:
-        possible &= tokens.ref_logp.isfinite()
-    # A bad token turns its partial sum into nan, so that one sum tells every CP rank both the ratio and the defect.
-    bad_token, untrained = ~possible, ~tokens.mask
+        ambiguous.append(tokens.ref_logp.abs())
+    for logp in ambiguous:
+        log_ratio.masked_fill_(~(logp < torch.inf), torch.nan)
+    untrained = ~tokens.mask
     for summand in summands:
-        summand.masked_fill_(bad_token, torch.nan).masked_fill_(untrained, 0.0)
-    sums = _sequence_sums(torch.stack(summands), tokens)
+        summand.masked_fill_(untrained, 0.0)
+    sums = _sequence_sums(summands, tokens)
 
-    bad = sums[0].isnan()
+    bad = ~(sums < torch.inf).all(0)
     valid = (tokens.trained_lens > 0) & ~bad
     means = torch.where(valid, sums, 0.0) / tokens.trained_lens.clamp(min=1)
     sequence = _sequence_of_token(tokens)
     used = tokens.mask & torch.cat([valid, valid.new_zeros(1)])[sequence]
     unused = ~used
-    for summand in summands:
+    for summand in summands:  # the tokens of bad sequences go too
         summand.masked_fill_(unused, 0.0)
     per_token = tokens.advantages.shape == tokens.mask.shape
     advantages = torch.where(used if per_token else valid, tokens.advantages.double(), 0.0)
@@ -148,8 +150,8 @@ def importance_ratios(tokens: Tokens) -> Ratios:
     )
 
 
-def _sequence_sums(values: Tensor, tokens: Tokens) -> Tensor:
-    """[k, m] from `values` [k, t], over all CP ranks."""
+def _sequence_sums(values: Sequence[Tensor], tokens: Tokens) -> Tensor:
+    """[k, m] from k `values` [t], over all CP ranks."""
     sums = torch.stack([segment_sum(row, tokens.offsets) for row in values])
     if tokens.group is not None:
         dist.all_reduce(sums, group=tokens.group)
