@@ -46,7 +46,7 @@ class Transport(StrEnum):
 
 
 class OnRewardError(StrEnum):
-    """What an exception in a reward does: score 0 and count it, or stop the run."""
+    """What an exception or a timeout in a reward does: score 0 and count it, or stop the run."""
 
     zero = "zero"
     stop = "stop"
@@ -206,7 +206,12 @@ class RewardConfig:
     args: dict[str, Any] = key("keyword arguments given to the reward", factory=dict)
     overlong: OverlongConfig | None = key("soft punishment of long responses", None)
     concurrency: int = key("rewards computed at once", 64, ge=1)
-    on_error: OnRewardError = key("what an exception in the reward does", OnRewardError.zero)
+    timeout_s: float = key(
+        "seconds that one reward may take; past them it counts as an error (a plain function's thread runs on)",
+        600.0,
+        gt=0,
+    )
+    on_error: OnRewardError = key("what an exception in the reward, or its timeout, does", OnRewardError.zero)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from megatron_gspo.batch.record import write_record
 from megatron_gspo.config import Dtype, Recipe
 from megatron_gspo.data import Prompt, make_source, tokenize
-from megatron_gspo.reward import Reward, overlong_penalty
+from megatron_gspo.reward import Reward, overlong_penalty, watched
 from megatron_gspo.rollout.client import Sample, Sampling, SglangClient
 from megatron_gspo.rollout.sampler import Rollout, sample_batch
 from megatron_gspo.rollout.server import ManagedServer
@@ -65,7 +66,7 @@ class BatchSampler:
 
         Raises RuntimeError when a token was sampled by other weights than `weight_version`.
         """
-        started = time.monotonic()
+        started, dropped = time.monotonic(), self._source.dropped
         prompts = self._source.batch(step, self._recipe.batch.prompts)
         rollout = asyncio.run(self._sample(urls, prompts, step, on_progress))
         _check_versions(rollout, weight_version)
@@ -82,7 +83,7 @@ class BatchSampler:
             "rollout/tokens_per_s": float(rollout.index.response_lens.sum()) / seconds,
             "rollout/discarded_groups": float(rollout.discarded),
             "reward/errors": float(len(rollout.failures)),
-            "data/dropped_prompts": float(self._source.dropped),
+            "data/dropped_prompts": float(self._source.dropped - dropped),
         }
 
     async def _sample(
@@ -110,7 +111,7 @@ class BatchSampler:
             timeout_s=self._rollout.request_timeout_s,
             retries=self._rollout.retries,
         )
-        async with client:
+        async with client, watched(self._reward, partial(print, flush=True)):
             return await sample_batch(
                 client,
                 [self._ids(prompt) for prompt in prompts],
