@@ -18,7 +18,9 @@ def objective_formula(recipe: Recipe) -> str:
     """The objective of `recipe` in Unicode text, several lines without a trailing newline."""
     if not isinstance(recipe.objective, PolicyObjective):
         return _sft(recipe)
-    title, term, definitions = FORMULAS[recipe.objective.name](recipe.objective)
+    # Weights that differ along a response weigh its tokens one by one, which is GSPO-token's gradient.
+    name = "gspo_token" if recipe.objective.name == "gspo" and recipe.correction else recipe.objective.name
+    title, term, definitions = FORMULAS[name](recipe.objective)
     lines = [f"J(θ) = {_sum(recipe)} {_weighted(recipe, term)}"]
     lines += [*definitions, *_correction(recipe.correction), *_reference(recipe), *_advantage(recipe)]
     rollout, batch = cast(RolloutConfig, recipe.rollout), recipe.batch

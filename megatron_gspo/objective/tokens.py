@@ -99,7 +99,7 @@ class Ratios:
 
     def sequence_mean(self, values: Tensor) -> Tensor:
         """[m]: (1/|y_i|) sum of `values` [t] over a sequence on all CP ranks. One all-reduce of [m] float64."""
-        return _sequence_sums(values[None], self.tokens)[0] / self.lens.clamp(min=1)
+        return _sequence_sums([values], self.tokens)[0] / self.lens.clamp(min=1)
 
 
 def importance_ratios(tokens: Tokens) -> Ratios:
