@@ -31,6 +31,7 @@ SHOW = """\
 Print the effective configuration of a recipe (bases and overrides merged, every default spelled
 out) and its objective as a formula with its numbers in it. The output is itself a recipe:
   megatron-gspo show recipes/demo_sort.yaml > full.yaml
+It refuses what `train` refuses, but only mentions what may be otherwise on the machine that trains.
 
 With --keys, print the documentation of every key that a recipe may set, or of one section:
   megatron-gspo show --keys
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     unknown = [word for word in extra if word.startswith("-")]
     if unknown:
         parser.error(f"unknown option {' '.join(unknown)}; see megatron-gspo {args.command} --help")
-    args.overrides += extra
+    args.overrides = [*args.overrides, *extra]
     if args.command == "show" and (args.recipe is None) == (args.keys is None):
         parser.error("show takes either a recipe or --keys [SECTION]")
 
@@ -71,13 +72,13 @@ def _parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser("train", help="run a recipe", description=TRAIN, formatter_class=raw)
     train.add_argument("recipe", metavar="RECIPE", help="a YAML recipe")
-    train.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="keys that differ from the recipe")
+    train.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help="keys that differ from the recipe")
     train.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in run.dir")
     train.set_defaults(run=_train)
 
     show = commands.add_parser("show", help="print what a recipe means", description=SHOW, formatter_class=raw)
     show.add_argument("recipe", metavar="RECIPE", nargs="?", help="a YAML recipe")
-    show.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="keys that differ from the recipe")
+    show.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help="keys that differ from the recipe")
     show.add_argument("--keys", metavar="SECTION", nargs="?", const="", help="document all keys, or those of a section")
     show.set_defaults(run=_show)
     return parser
@@ -96,8 +97,11 @@ def _show(args: argparse.Namespace) -> int:
 
         return _print(document_keys(args.keys))
     from megatron_gspo.config import effective_yaml, load_recipe, objective_formula
+    from megatron_gspo.loop.check import check_shown
 
     recipe = load_recipe(args.recipe, args.overrides)
+    for unseen in check_shown(recipe):
+        print(f"megatron-gspo: not settled here: {unseen.describe(recipe.sources)}", file=sys.stderr)
     formula = "\n".join(f"# {line}".rstrip() for line in objective_formula(recipe).splitlines())
     return _print(f"{formula}\n\n{effective_yaml(recipe)}")
 

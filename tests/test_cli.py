@@ -70,9 +70,39 @@ def test_show_prints_the_formula_and_a_recipe_that_loads_again(tmp_path, capsys)
     path = write(tmp_path, GSPO)
     assert cli.main(["show", str(path), "objective.clip_high=0.05", "run.dir=runs/wide"]) == 0
     printed = capsys.readouterr().out
-    assert "#   J(θ)  = 1/N Σᵢ min( sᵢ Âᵢ , clip(sᵢ, 1 - 0.0003, 1 + 0.05) Âᵢ )" in printed
+    assert "1/N Σᵢ min( sᵢ Âᵢ , clip(sᵢ, 1 - 0.0003, 1 + 0.05) Âᵢ )" in printed
     shown = load_recipe(write(tmp_path, printed, "shown.yaml"))
     assert shown == load_recipe(path, ["objective.clip_high=0.05", "run.dir=runs/wide"])
+
+
+def test_show_says_what_it_cannot_judge_and_refuses_what_train_refuses(tmp_path, capsys):
+    path = write(tmp_path, GSPO)
+    assert cli.main(["show", str(path)]) == 0
+    assert f"not settled here: {path}:5: policy.hf = 'no/such/model': no such directory" in capsys.readouterr().err
+    assert cli.main(["show", str(path), "reward.name=sort_digit"]) == 2
+    printed = capsys.readouterr()
+    assert "command line: reward.name" in printed.err and printed.out == ""
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: path.mkdir(), "this is a directory, not a recipe"),
+        (lambda path: path.write_bytes(b"run: caf\xe9"), "not UTF-8 text: byte 0xe9 at offset 8"),
+        (lambda path: None, "no such file"),
+    ],
+)
+def test_what_is_no_recipe_is_refused(tmp_path, capsys, make, message):
+    path = tmp_path / "recipe.yaml"
+    make(path)
+    for command in ("show", "train"):
+        assert cli.main([command, str(path)]) == 2
+        assert f"{path}: {message}" in capsys.readouterr().err
+
+
+def test_train_needs_a_recipe_and_no_override():
+    result = run("train")
+    assert result.returncode == 2 and "required: RECIPE\n" in result.stderr
 
 
 def test_show_documents_keys(capsys):

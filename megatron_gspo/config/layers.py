@@ -78,10 +78,7 @@ def merge(layers: Sequence[Layer]) -> Layer:
 
 
 def _read(path: Path) -> Layer:
-    if not path.is_file():
-        hint = suggest(path, sorted(str(other) for other in path.parent.glob("*.yaml")))
-        raise RecipeError([Problem(key=str(path), reason="no such file", hint=hint)], {})
-    text = path.read_text(encoding="utf-8")
+    text = _text(path)
     try:
         config = OmegaConf.create(text)
         sources = locate(text, str(path))
@@ -93,6 +90,24 @@ def _read(path: Path) -> Layer:
         raise RecipeError([Problem(key="YAML", reason="a recipe is a mapping of sections")], sources)
     values: Any = OmegaConf.to_container(config)
     return Layer(values, sources)
+
+
+def _text(path: Path) -> str:
+    reason, hint = "", ""
+    if path.is_dir():
+        reason, recipes = "this is a directory, not a recipe", sorted(str(other) for other in path.glob("*.yaml"))
+        hint = f"a recipe in it: {', '.join(recipes[:5])}" if recipes else ""
+    elif not path.exists():
+        reason, hint = "no such file", suggest(path, sorted(str(other) for other in path.parent.glob("*.yaml")))
+    else:
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            reason = f"not UTF-8 text: byte {error.object[error.start]:#04x} at offset {error.start}"
+            hint = "save the recipe as UTF-8"
+        except OSError as error:
+            reason = f"cannot be read: {error.strerror}"
+    raise RecipeError([Problem(key=str(path), reason=reason, hint=hint)], {})
 
 
 def _refuse_base(base: Any, path: Path, chain: Sequence[Path]) -> Problem | None:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from megatron_gspo.config import Engine, Problem, Recipe, RecipeError
+from megatron_gspo.config.fit import world_problems
 from megatron_gspo.loop.run_dir import first_step, place_problems
 
 FILE_SOURCES = ("jsonl", "parquet")
@@ -25,6 +27,21 @@ def check_inputs(recipe: Recipe, resume: bool = False) -> None:
     problems = [*place_problems(recipe), *checkpoint_problems(recipe), *name_problems(recipe)]
     refuse(problems, recipe)  # the rest needs a run.dir, and takes seconds
     refuse([*replay_problems(recipe, first_step(recipe, resume)), *field_problems(recipe)], recipe)
+
+
+def check_shown(recipe: Recipe) -> list[Problem]:
+    """Raise RecipeError as `check_inputs` does, but return what may be otherwise on the machine that trains: HF
+    checkpoints that are not seen, a layout meant for torchrun or srun, fields that only Megatron knows."""
+    world = list(world_problems(recipe, recipe.run.workers))
+    joins = recipe.run.workers == 1
+    refuse([*place_problems(recipe), *name_problems(recipe), *([] if joins else world)], recipe)
+    overrides = {
+        "policy.megatron": recipe.policy.megatron,
+        "policy.ddp": recipe.policy.ddp,
+        "policy.optimizer.megatron": recipe.policy.optimizer.megatron,
+    }
+    unknown = [Problem(key=key, reason="`train` checks these fields") for key, fields in overrides.items() if fields]
+    return [*checkpoint_problems(recipe), *(world if joins else []), *unknown]
 
 
 def refuse(problems: Iterable[Problem], recipe: Recipe) -> None:
@@ -158,7 +175,16 @@ def _reward(recipe: Recipe) -> None:
     from megatron_gspo.reward.reward import Reward
 
     assert recipe.reward is not None
-    Reward(recipe.reward)
+    try:
+        Reward(recipe.reward)
+    except ValueError:
+        raise
+    except Exception as error:  # the user's module, as it is imported
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raise ValueError(
+            f"reward.name = '{recipe.reward.name}': its module fails as it is imported: {type(error).__name__}: "
+            f"{error} ({at.filename}:{at.lineno})"
+        ) from error
 
 
 def _served(recipe: Recipe) -> None:

@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megatron_gspo.config import Problem, RecipeError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
@@ -22,8 +24,12 @@ class Environment:
 def _integer(variables: Mapping[str, str], name: str) -> int:
     value = variables[name]
     if not value.isdigit():
-        raise ValueError(f"environment variable {name} is {value!r}; expected a non-negative integer")
+        raise _refused(f"{name} is {value!r}; expected a non-negative integer")
     return int(value)
+
+
+def _refused(reason: str) -> RecipeError:
+    return RecipeError([Problem(key="environment variables", reason=reason)], {})
 
 
 def _num_nodes(variables: Mapping[str, str]) -> int:
@@ -36,7 +42,7 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment |
     """The rank that torchrun (RANK, WORLD_SIZE, ...) or srun (SLURM_PROCID, SLURM_NTASKS, ...) gave this process.
 
     None when neither did, or when srun started a single task: `train` then starts local workers itself.
-    Raises ValueError for a malformed or missing variable.
+    Raises RecipeError for a malformed or missing variable.
     """
     if "RANK" in variables and "WORLD_SIZE" in variables:
         names = {"rank": "RANK", "world_size": "WORLD_SIZE", "local_rank": "LOCAL_RANK"}
@@ -46,9 +52,9 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment |
         return None
     missing = [name for name in (*names.values(), "MASTER_ADDR", "MASTER_PORT") if name not in variables]
     if missing:
-        raise ValueError(
-            f"environment variables {', '.join(missing)} are not set although {names['rank']} is; torchrun sets them, "
-            "and under srun the job script has to export MASTER_ADDR and MASTER_PORT"
+        raise _refused(
+            f"{', '.join(missing)} are not set although {names['rank']} is; torchrun sets them, and under srun the job "
+            "script has to export MASTER_ADDR and MASTER_PORT"
         )
     return Environment(
         **{field: _integer(variables, name) for field, name in names.items()},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,10 +13,22 @@ from megatron_gspo.batch.trajectory import Finish, Trajectories, TrajectoryIndex
 from megatron_gspo.config import Recipe
 from megatron_gspo.data import make_source, tokenize
 
+LOOK_EVERY = 1024  # prompts; some tenths of a second
 
-def given_batch(recipe: Recipe) -> Callable[[int], tuple[TrajectoryIndex, Trajectories]]:
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """The batch of a step; `dropped` prompts were longer than data.max_prompt_tokens and have been replaced in it."""
+
+    index: TrajectoryIndex
+    trajectories: Trajectories
+    dropped: int
+
+
+def given_batch(recipe: Recipe) -> Callable[[int, Callable[[], bool]], Given | None]:
     """A function from the step to its batch; the same on every rank, since it depends on data, seed and step alone.
 
+    Its second argument is asked after every LOOK_EVERY prompts whether to leave, which gives None.
     Raises ValueError for a prompt without a response or a tokenizer without an end-of-sequence token.
     """
     tokenizer = AutoTokenizer.from_pretrained(recipe.policy.hf)
@@ -23,15 +36,20 @@ def given_batch(recipe: Recipe) -> Callable[[int], tuple[TrajectoryIndex, Trajec
         raise ValueError(f"policy.hf: the tokenizer of {recipe.policy.hf} has no eos_token; a response needs an end")
     source = make_source(recipe.data, recipe.run.seed, tokenizer)
 
-    def make(step: int) -> tuple[TrajectoryIndex, Trajectories]:
+    def make(step: int, leave: Callable[[], bool]) -> Given | None:
+        n, before = recipe.batch.prompts, source.dropped
         prompts, responses = [], []
-        for prompt in source.batch(step, recipe.batch.prompts):
+        for position in range(step * n, (step + 1) * n):
+            (prompt,) = source.batch(position, 1)
             if prompt.response is None:
                 raise ValueError(f"data.source {recipe.data.source}: prompt {prompt.id} has no response; sft needs one")
             prompts.append(torch.tensor(tokenize(prompt.prompt, tokenizer)))
             ids = tokenizer(prompt.response, add_special_tokens=False)["input_ids"]
             responses.append(torch.tensor([*ids, tokenizer.eos_token_id]))
-        return assemble(prompts, responses)
+            if len(prompts) % LOOK_EVERY == 0 and leave():
+                return None
+        index, trajectories = assemble(prompts, responses)
+        return Given(index=index, trajectories=trajectories, dropped=source.dropped - before)
 
     return make
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_gspo.config import Engine, Recipe
+from megatron_gspo.loop.run_lock import share
 
 
 class SamplerFailed(RuntimeError):
@@ -106,6 +107,7 @@ def _serve(recipe: Recipe, on_cpu: bool, pipe: Connection) -> None:
     from megatron_gspo.loop.rollout_batch import BatchSampler, start_servers
 
     assert recipe.rollout is not None
+    share(Path(recipe.run.dir))
     with ExitStack() as stack:
         servers = start_servers(recipe, on_cpu) if recipe.rollout.engine is Engine.managed else []
         for server in servers:

@@ -117,9 +117,15 @@ class ReplayedBatches:
 class GivenBatches:
     """Supervised batches: prompts with the responses that the data gives."""
 
-    def __init__(self, recipe: Recipe):
-        self._recipe = recipe
+    def __init__(self, recipe: Recipe, stop: Callable[[], bool], on_stat: Callable[[str, float], None]):
+        """stop: whether the run is asked to stop; a collective, which all ranks call at the same prompts."""
         self._make = given_batch(recipe)
+        self._stop = stop
+        self._on_stat = on_stat
 
     def fetch(self, step: int, weight_version: int) -> Batch | None:
-        return GivenBatch(*self._make(step))
+        given = self._make(step, self._stop)
+        if given is None:
+            return None
+        self._on_stat("data/dropped_prompts", float(given.dropped))
+        return GivenBatch(given.index, given.trajectories)

@@ -30,7 +30,7 @@ from megatron_gspo.loop.state import load_newest, save_checkpoint
 from megatron_gspo.loop.weight_sync import make_weight_sync
 from megatron_gspo.policy import cpu
 from megatron_gspo.policy.checkpoint import load_model, save_model
-from megatron_gspo.policy.layout import init_layout
+from megatron_gspo.policy.layout import Layout, init_layout
 from megatron_gspo.policy.model import build_model, ddp_config, read_hf_config, sync_parameters, wrap
 from megatron_gspo.policy.optimizer import build_optimizer
 from megatron_gspo.policy.step import Stepper
@@ -75,7 +75,7 @@ def train_and_export(
     layout = init_layout(policy.layout, seed=recipe.run.seed, timeout_s=recipe.run.timeout_s)
     model = build_model(read_hf_config(policy.hf, "policy.hf"), policy, layout)
     binding = bind(model.chunks, model.hf_config, layout.pgs)
-    report.say(f"policy {policy.hf} on {layout.world} ranks: dp {layout.dp} {policy.layout}")
+    report.say(f"policy {policy.hf} on {layout.world} ranks: {_sizes(layout)}")
     resume = resume and bool(whole_checkpoints(run_dir))  # stopped before its first: begin again
     if not resume:
         load_hf(policy.hf, binding)
@@ -110,7 +110,7 @@ def train_and_export(
             scheduler=scheduler,
             critic=critic,
             reference=reference,
-            source=_make_source(recipe, sampler, control, stop),
+            source=_make_source(recipe, sampler, control, stop, report),
             stop=stop,
             device=device,
             control=control,
@@ -126,6 +126,11 @@ def train_and_export(
     elif recipe.run.export_hf:
         sync_parameters(chunks)
         report.say(f"trained policy: {export_policy(run_dir, export, policy.hf, state, control)}")
+
+
+def _sizes(layout: Layout) -> str:
+    names = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
+    return " ".join(f"{name} {getattr(layout, name)}" for name in names if name != "vpp" or layout.vpp > 1)
 
 
 def _init_distributed(recipe: Recipe, environment: Environment, store: dist.Store | None) -> torch.device:
@@ -158,10 +163,14 @@ def _start_sampler(recipe: Recipe, report: StepReport) -> SamplerHandle | None:
 
 
 def _make_source(
-    recipe: Recipe, sampler: SamplerHandle | None, control: dist.ProcessGroup, stop: StopRequest
+    recipe: Recipe,
+    sampler: SamplerHandle | None,
+    control: dist.ProcessGroup,
+    stop: StopRequest,
+    report: StepReport,
 ) -> BatchSource:
     if recipe.rollout is None:
-        return GivenBatches(recipe)
+        return GivenBatches(recipe, stop.agreed, report.scalar)
     if recipe.rollout.replay:
         return ReplayedBatches(Path(recipe.rollout.replay), recipe.batch)
     return SampledBatches(sampler, Path(recipe.run.dir) / "rollouts", control, lambda: stop.expired)

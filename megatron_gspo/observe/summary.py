@@ -42,6 +42,8 @@ ROWS = (
     Row("tokens/s", "perf/tokens_per_s", ",.0f"),
     Row("step (s)", "time/step", ".2f"),
 )
+OWN_REWARDS = 2  # where those of the reward function come in
+SHORTEST_S = 0.005  # what rounds to nothing
 
 
 def summary_table(run_dir: str | Path) -> str:
@@ -53,16 +55,29 @@ def summary_table(run_dir: str | Path) -> str:
     window = max(1, round(WINDOW * len(records)))
     start, end = records[:window], records[-window:]
     lines = [("", *(f"steps {steps[0]['step'] + 1}-{steps[-1]['step'] + 1}" for steps in (start, end)))]
-    for row in (*ROWS, *_phases(records)):
+    for row in (*ROWS[:OWN_REWARDS], *_own_rewards(records), *ROWS[OWN_REWARDS:], *_phases(records)):
         cells = [_cell(row, steps) for steps in (start, end)]
         if any(cells):
             lines.append((row.label, *cells))
     return "\n".join([*_align(lines), "", *_where(Path(run_dir))])
 
 
+def _own_rewards(records: Records) -> list[Row]:
+    """What the reward function returned besides the reward, and what follows from rewards."""
+    known = {row.metric for row in ROWS}
+    return [Row(f"  {name}", name) for name in _names(records, "reward/") if name not in known]
+
+
 def _phases(records: Records) -> list[Row]:
-    names = {name: None for record in records for name in record if name.startswith("time/")}  # in order of appearance
-    return [Row(f"  {name.removeprefix('time/')} (s)", name, ".2f") for name in names if name != "time/step"]
+    """Phases that take time in this run; supervised steps, for one, enter some with nothing to do."""
+    names = [name for name in _names(records, "time/") if name != "time/step"]
+    taken = [name for name in names if max(record.get(name) or 0.0 for record in records) >= SHORTEST_S]
+    return [Row(f"  {name.removeprefix('time/')} (s)", name, ".2f") for name in taken]
+
+
+def _names(records: Records, prefix: str) -> list[str]:
+    """Recorded metrics of that prefix, in order of appearance."""
+    return list({name: None for record in records for name in record if name.startswith(prefix)})
 
 
 def _cell(row: Row, steps: Records) -> str:
