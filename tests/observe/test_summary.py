@@ -31,5 +31,17 @@ def test_start_and_end_are_means_over_five_percent_of_the_steps(tmp_path):
     assert str(tmp_path / "tensorboard") in lines[-1]
 
 
+def test_every_metric_of_the_users_reward_has_a_line_and_idle_phases_have_none(tmp_path):
+    log = MetricsLog(tmp_path, ObserveConfig())
+    log.log(
+        0, {"reward/mean": 0.5, "reward/digits": 0.25, "objective/loss": 1.0, "time/score": 1e-4, "time/update": 1.0}
+    )
+    log.close()
+    table = summary_table(tmp_path)
+    assert re.search(r"^  reward/digits +0.250 +0.250$", table, re.MULTILINE)
+    assert table.index("reward/digits") < table.index("loss")
+    assert "update (s)" in table and "score (s)" not in table
+
+
 def test_a_run_without_steps_says_so(tmp_path):
     assert "no steps were recorded" in summary_table(tmp_path)
