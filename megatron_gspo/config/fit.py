@@ -41,6 +41,13 @@ def model_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _attention(recipe.policy.layout, model)
     yield from _layers(recipe.policy.layout, model)
     yield from _experts(recipe.policy.layout, model)
+    if recipe.observe.routing_changes and _num_experts(model) is None:
+        reason = "the model is dense: it has no experts that could change"
+        yield Problem(key="observe.routing_changes", value=True, reason=reason, hint="remove it")
+
+
+def _num_experts(model: dict[str, Any]) -> int | None:
+    return next((model[name] for name in EXPERT_COUNTS if model.get(name)), None)
 
 
 def _attention(layout: LayoutConfig, model: dict[str, Any]) -> Iterator[Problem]:
@@ -62,7 +69,7 @@ def _layers(layout: LayoutConfig, model: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _experts(layout: LayoutConfig, model: dict[str, Any]) -> Iterator[Problem]:
-    experts = next((model[name] for name in EXPERT_COUNTS if model.get(name)), None)
+    experts = _num_experts(model)
     if experts is None:
         for name, size in (("ep", layout.ep), ("etp", layout.etp)):
             if size > 1:

@@ -89,6 +89,18 @@ def mini_batches(recipe: Recipe) -> Iterator[Problem]:
         yield _refuse(recipe, "batch.mini_batches", reason, divisors(prompts))
 
 
+def routing_changes(recipe: Recipe) -> Iterator[Problem]:
+    """Old and new policy are compared where the old one has been scored and the new one has moved."""
+    path, objective = "observe.routing_changes", recipe.objective
+    if not isinstance(objective, PolicyObjective):
+        yield from _unused(recipe, path, f"the objective '{objective.name}' has no old policy")
+    elif objective.anchored_to_rollout:
+        yield from _unused(recipe, path, f"the old policy of '{objective.name}' is the rollout engine's")
+    elif recipe.batch.mini_batches == 1:
+        because = "batch.mini_batches is 1, so that the policy is its own old policy"
+        yield from _unused(recipe, path, because, "or raise batch.mini_batches")
+
+
 def micro_batch_room(recipe: Recipe) -> Iterator[Problem]:
     """The longest sequence that sampling can produce fits into one micro-batch, padding included."""
     if recipe.rollout is None:
@@ -213,6 +225,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     advantage,
     correction,
     mini_batches,
+    routing_changes,
     micro_batch_room,
     pipeline,
     schedule,

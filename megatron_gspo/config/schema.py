@@ -259,8 +259,13 @@ class WandbConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ObserveConfig:
-    """Where metrics go besides metrics.jsonl and TensorBoard, which are always written."""
+    """What is measured beyond the usual, and where it goes besides metrics.jsonl and TensorBoard."""
 
+    routing_changes: bool = key(
+        "measure how many tokens have other experts than under the old policy, after a step's first mini-batch; costs "
+        "experts / 8 bytes per token and layer",
+        False,
+    )
     wandb: WandbConfig | None = key("log to Weights & Biases", None)
 
 

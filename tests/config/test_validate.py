@@ -124,6 +124,19 @@ GSPO_CONTRADICTIONS = [
         "r.yaml:11: batch.max_tokens = 8192 (default): too small for the longest sequence: data.max_prompt_tokens + "
         "rollout.max_new_tokens = 64 + 9001, padded to 9066; raise it to 9066, or lower one of the two",
     ),
+    # Changes of routing between an old and a new policy
+    (
+        "  mini_batches: 2",
+        "  mini_batches: 1\nobserve: {routing_changes: true}",
+        "r.yaml:15: observe.routing_changes = true: has no effect: batch.mini_batches is 1, so that the policy is its "
+        "own old policy; remove it (default false), or raise batch.mini_batches",
+    ),
+    (
+        "  name: gspo\nadvantage: {}",
+        "  name: dppo\nobserve: {routing_changes: true}",
+        "r.yaml:10: observe.routing_changes = true: has no effect: the old policy of 'dppo' is the rollout engine's; "
+        "remove it (default false)",
+    ),
     # Pipelines
     (
         "  hf: no/such/model",
@@ -349,6 +362,14 @@ def test_layout_must_fit_the_dense_model(tmp_path):
         "command line: policy.layout.etp = 2: the model is dense: it has no experts; valid: 1",
         "command line: policy.layout.tp = 4: does not divide the model's intermediate_size = 94; valid: 1, 2, 47, 94",
     ]
+
+
+def test_a_dense_model_has_no_routing_to_watch(tmp_path):
+    path, model = write(tmp_path, GSPO), model_recipe(tmp_path, DENSE)
+    assert refusal(path, *model, "observe.routing_changes=true") == (
+        "command line: observe.routing_changes = true: the model is dense: it has no experts that could change; remove it"
+    )
+    assert load_recipe(path, model).observe.routing_changes is False
 
 
 def test_key_value_heads_are_cut_or_replicated_evenly(tmp_path):
