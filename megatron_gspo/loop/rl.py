@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -116,6 +117,9 @@ def _step(run: Run, state: RunState, saved: Mapping[str, Tensor]) -> tuple[RunSt
     state = RunState(step=state.step + 1, weight_version=state.weight_version + 1)
     with span("sync"):
         run.sync_weights(state.weight_version)
+    if run.stepper.routing:
+        for name, share in run.stepper.routing.take(run.control).items():
+            run.report.scalar(name, share)
     run.report.finish(state.step - 1, state.weight_version, batch.index, cuts, run.layout)
     return state, {}
 
@@ -125,7 +129,7 @@ def _scores(run: Run, state: RunState, cuts: list[Cut], batch: Batch, saved: Map
     objective, scorers = run.recipe.objective, dict[str, Callable[[list[Cut]], list[list[Tensor]]]]()
     # With one mini-batch the policy is its own old policy, and its update computes the same numbers.
     if len(cuts) > 1 and isinstance(objective, PolicyObjective) and not objective.anchored_to_rollout:
-        scorers["old_logp"] = partial(_logp, run.stepper)
+        scorers["old_logp"] = partial(_old_logp, run.stepper)
     if run.reference:
         scorers["ref_logp"] = partial(_logp, run.reference)
     if run.critic:
@@ -139,6 +143,11 @@ def _scores(run: Run, state: RunState, cuts: list[Cut], batch: Batch, saved: Map
             f"run needs {sorted(scorers)}: resume with what wrote the checkpoint, or remove it to repeat the step"
         )
     return {name: spread_tokens(flat, cuts, batch.index) for name, flat in saved.items()}
+
+
+def _old_logp(policy: Stepper, cuts: list[Cut]) -> list[list[Tensor]]:
+    with policy.routing.old() if policy.routing else nullcontext():
+        return _logp(policy, cuts)
 
 
 def _logp(stepper: Stepper, cuts: list[Cut]) -> list[list[Tensor]]:
@@ -157,7 +166,9 @@ def _update_policy(run: Run, step: Step, number: int) -> None:
         totals=totals_of(run.recipe, trained_lens[list(cut.plan.rows)]),
         cp_group=run.layout.pgs.cp,
     )
-    metrics = run.stepper.forward_backward(cut.micro_batches, make_loss(run.recipe, terms), cut.num_tokens)
+    routing = run.stepper.routing if number else None  # in the first mini-batch the policy is still the old one
+    with routing.new() if routing else nullcontext():
+        metrics = run.stepper.forward_backward(cut.micro_batches, make_loss(run.recipe, terms), cut.num_tokens)
     if number == 0 and old_logp is not None:
         check_on_policy(run.recipe.objective, metrics, run.control)
     run.report.add("policy", metrics, *_apply(run, run.optimizer, run.scheduler, "policy"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron_gspo.batch.shard import MicroBatch
 from megatron_gspo.policy.layout import Layout
 from megatron_gspo.policy.logprob import LogprobContext, logprob_output_processor
 from megatron_gspo.policy.model import Model, stage_padding_mask
+from megatron_gspo.policy.routing import RoutingWatch
 
 # (micro-batch, its number, logp [t] fp32 with graph, entropy [t] fp32) -> (this rank's share of the loss, metrics)
 LossFn = Callable[[MicroBatch, int, Tensor, Tensor], tuple[Tensor, dict[str, Any]]]
@@ -30,13 +32,14 @@ class NonFiniteGradient(RuntimeError):
 class Runner:
     """Runs one rank's chunks of a model, whose last stage ends in some head; every method is a collective.
 
-    chunks: from `wrap`, or from `freeze` for scoring alone.
+    chunks: from `wrap`, or from `freeze` for scoring alone. routing: watches the routers of these chunks.
     """
 
-    def __init__(self, model: Model, chunks: Sequence[Any], layout: Layout):
+    def __init__(self, model: Model, chunks: Sequence[Any], layout: Layout, routing: RoutingWatch | None = None):
         self.model = model
         self.chunks = list(chunks)
         self.layout = layout
+        self.routing = routing
 
     @torch.no_grad()
     def score_with(self, head: Head, micro_batches: Sequence[MicroBatch]) -> list[tuple[Tensor, ...]]:
@@ -90,23 +93,31 @@ class Runner:
     def _forward_step(self, head: Head, loss: Callable, iterator: Iterator, chunk: torch.nn.Module):
         number, micro_batch = next(iterator)
         processor, context = head(micro_batch)
-        output = chunk(
-            micro_batch.tokens,
-            micro_batch.position_ids,
-            None,
-            packed_seq_params=_packed_seq_params(micro_batch),
-            padding_mask=stage_padding_mask(chunk, micro_batch.padding_mask, self.layout),
-            output_processor=processor,
-            output_processor_context=context,
-        )
+        with self.routing.forward(micro_batch) if self.routing else nullcontext():
+            output = chunk(
+                micro_batch.tokens,
+                micro_batch.position_ids,
+                None,
+                packed_seq_params=_packed_seq_params(micro_batch),
+                padding_mask=stage_padding_mask(chunk, micro_batch.padding_mask, self.layout),
+                output_processor=processor,
+                output_processor_context=context,
+            )
         return output, partial(loss, micro_batch, number)
 
 
 class Stepper(Runner):
     """The policy: log-probabilities and entropies at a sampling temperature."""
 
-    def __init__(self, model: Model, chunks: Sequence[Any], layout: Layout, temperature: float):
-        super().__init__(model, chunks, layout)
+    def __init__(
+        self,
+        model: Model,
+        chunks: Sequence[Any],
+        layout: Layout,
+        temperature: float,
+        routing: RoutingWatch | None = None,
+    ):
+        super().__init__(model, chunks, layout, routing)
         self.temperature = temperature
 
     def score(
