@@ -33,6 +33,7 @@ from megatron_gspo.policy.checkpoint import load_model, save_model
 from megatron_gspo.policy.layout import Layout, init_layout
 from megatron_gspo.policy.model import build_model, ddp_config, read_hf_config, sync_parameters, wrap
 from megatron_gspo.policy.optimizer import build_optimizer
+from megatron_gspo.policy.routing import RoutingWatch
 from megatron_gspo.policy.step import Stepper
 from megatron_gspo.weights.bind import bind
 from megatron_gspo.weights.export import plan_export
@@ -93,7 +94,8 @@ def train_and_export(
         report.say(f"resuming at step {state.step}, mini-batch {state.mini_batch}")
     report.start(state)
     export = plan_export(binding)
-    stepper = Stepper(model, chunks, layout, recipe.rollout.temperature if recipe.rollout else 1.0)
+    routing = RoutingWatch(chunks, layout) if recipe.observe.routing_changes else None
+    stepper = Stepper(model, chunks, layout, recipe.rollout.temperature if recipe.rollout else 1.0, routing)
 
     def save(state: RunState, scores: Mapping[str, torch.Tensor]) -> Path:
         for parts in trained.values():
