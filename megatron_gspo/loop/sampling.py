@@ -43,9 +43,10 @@ class SamplerHandle:
         self._on_progress = on_progress
         self._on_stat = on_stat
 
-    def wait_ready(self) -> list[str]:
-        """Block until the servers are healthy; returns their URLs. Raises SamplerFailed."""
-        return self._receive("ready")["urls"]
+    def wait_ready(self, seconds: float) -> list[str]:
+        """The URLs of the servers once they are healthy; none if they are not after `seconds`. Raises SamplerFailed."""
+        deadline = time.monotonic() + seconds
+        return self._receive("ready", lambda: time.monotonic() > deadline).get("urls", [])
 
     def request(self, step: int, weight_version: int, record: Path) -> None:
         """Ask for the batch of `step`, to be written to `record`."""

@@ -3,27 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from megatron_gspo.config import Dtype, Recipe, Transport
+from megatron_gspo.config import Dtype, Engine, Recipe, Transport
+from megatron_gspo.config.replay import idle_in_replay
 from megatron_gspo.loop.probe import probe_tokens, score_probe
 from megatron_gspo.loop.report import StepReport
 from megatron_gspo.loop.sampling import SamplerHandle
+from megatron_gspo.loop.signals import StopRequest
 from megatron_gspo.policy.model import sync_parameters
 from megatron_gspo.policy.step import Stepper
 from megatron_gspo.rollout.control import Servers
 from megatron_gspo.rollout.probe import check_probe, server_logprobs
-from megatron_gspo.rollout.sync import WeightSync, together
+from megatron_gspo.rollout.sync import WeightSync
+from megatron_gspo.rollout.together import UpdateFailed, together
 from megatron_gspo.rollout.transport import DiskTransport, DistributedTransport
 from megatron_gspo.weights.export import ExportPlan, buckets, gather
 from megatron_gspo.weights.load import checkpoint_shapes
 from megatron_gspo.weights.save import save_hf
 
 MIB = 1024**2
+STOP_POLL_S = 1.0  # while servers start
 PROBE_TOLERANCE = {Dtype.fp32: 1e-3, Dtype.bf16: 0.1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedWeights:
+    """The servers' weights; both are collective over the trainer ranks.
+
+    update: make the servers hold the trainer's weights as the version that it is given, and compare the two.
+    close: leave servers that outlive the run; says so where that fails, since nothing depends on it.
+    """
+
+    update: Callable[[int], None]
+    close: Callable[[], None]
+
+
+NO_SERVER = ServedWeights(update=lambda version: None, close=lambda: None)
 
 
 def make_weight_sync(
@@ -32,16 +52,23 @@ def make_weight_sync(
     export: ExportPlan,
     sampler: SamplerHandle | None,
     control: dist.ProcessGroup,
+    stop: StopRequest,
     report: StepReport,
     device: torch.device,
-) -> Callable[[int], None]:
-    """A function that makes the servers hold the trainer's weights as the version that it is given; collective.
+) -> ServedWeights:
+    """Connects to the servers once they are healthy. Collective over the trainer ranks.
 
-    It does nothing where no server takes part (sft, replay). Blocks until the servers are healthy.
+    Nothing is served where no server takes part (sft, replay), nor when the run is asked to stop while they start.
     """
-    if recipe.rollout is None or recipe.rollout.replay:
-        return lambda version: None
-    urls = _server_urls(sampler, control)
+    if recipe.rollout is None:
+        return NO_SERVER
+    if recipe.rollout.replay:
+        idle = ", ".join(idle_in_replay(recipe))
+        report.say(f"replay of {recipe.rollout.replay}: no server" + (f"; without effect: {idle}" if idle else ""))
+        return NO_SERVER
+    urls = _server_urls(sampler, control, stop)
+    if not urls:
+        return NO_SERVER
     config = recipe.rollout.sync
     servers = Servers(urls, config.timeout_s)
     transport: DistributedTransport | DiskTransport
@@ -83,10 +110,21 @@ def make_weight_sync(
 
         together(control, compare)
 
-    return update
+    def close() -> None:
+        try:
+            sync.close()
+        except UpdateFailed as error:
+            report.say(f"could not leave the servers, which is harmless to them: {error}")
+
+    managed = recipe.rollout.engine is Engine.managed  # and ends with the run
+    return ServedWeights(update=update, close=(lambda: None) if managed else close)
 
 
-def _server_urls(sampler: SamplerHandle | None, control: dist.ProcessGroup) -> list[str]:
-    box = [together(control, sampler.wait_ready if sampler else list)]
-    dist.broadcast_object_list(box, 0, group=control)
-    return box[0]
+def _server_urls(sampler: SamplerHandle | None, control: dist.ProcessGroup, stop: StopRequest) -> list[str]:
+    """The servers' URLs once they are healthy, the same on all ranks; none when the run is asked to stop before.
+    Collective."""
+    while True:
+        box = [together(control, lambda: sampler.wait_ready(STOP_POLL_S) if sampler else [])]
+        dist.broadcast_object_list(box, 0, group=control)
+        if box[0] or stop.agreed():
+            return box[0]

@@ -103,6 +103,7 @@ def train_and_export(
         saves = {name: partial(save_model, layout=layout, **parts) for name, parts in trained.items()}
         return save_checkpoint(run_dir, state, saves, scores, keep=recipe.run.keep_checkpoints, group=control)
 
+    served = make_weight_sync(recipe, stepper, export, sampler, control, stop, report, device)
     state = train(
         Run(
             recipe=recipe,
@@ -116,13 +117,14 @@ def train_and_export(
             stop=stop,
             device=device,
             control=control,
-            sync_weights=make_weight_sync(recipe, stepper, export, sampler, control, report, device),
+            sync_weights=served.update,
             save=save,
             report=report,
         ),
         state,
         scores,
     )
+    served.close()
     if state.step < recipe.run.steps:
         report.say(f"stopped before step {state.step + 1} of {recipe.run.steps}; continue with --resume")
     elif recipe.run.export_hf:

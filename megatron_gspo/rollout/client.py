@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from megatron_gspo.batch.trajectory import Finish
 from megatron_gspo.config.schema import RolloutConfig
-from megatron_gspo.rollout.control import ServerError
+from megatron_gspo.rollout.control import ServerError, field
 
 FIRST_BACKOFF_S = 0.5
 
@@ -104,20 +105,22 @@ class SglangClient:
             "return_logprob": True,
         }
         async with self._slots:
-            reply = await self._post_with_retries(body, rid)
+            where, reply = await self._post_with_retries(body, rid)
         replies = reply if isinstance(reply, list) else [reply]
         if len(replies) != n:
-            raise ServerError(f"request {rid}: asked for {n} responses, got {len(replies)}")
-        return [_sample(each) for each in replies]
+            raise ServerError(f"{where}, request {rid}: asked for {n} responses, got {len(replies)}")
+        return [_sample(each, f"{where}, request {rid}") for each in replies]
 
-    async def _post_with_retries(self, body: dict[str, Any], rid: str) -> Any:
+    async def _post_with_retries(self, body: dict[str, Any], rid: str) -> tuple[str, Any]:
+        """The address that answered, and its reply."""
         failures: list[str] = []
         while True:
             url = min(self._in_flight, key=self._in_flight.__getitem__)
             self._in_flight[url] += 1
             try:
                 # A name of its own per attempt: the server refuses one that it still holds.
-                return await self._post(f"{url}/generate", body | {"rid": f"{rid}-{len(failures)}"})
+                where = f"{url}/generate"
+                return where, await self._post(where, body | {"rid": f"{rid}-{len(failures)}"})
             except (aiohttp.ClientError, TimeoutError, _Unavailable) as error:
                 failures.append(f"{url}: {error!r}")
             finally:
@@ -133,7 +136,11 @@ class SglangClient:
                 raise _Unavailable(f"{response.status}: {(await response.text())[:2000]}")
             if response.status >= 400:
                 raise ServerError(f"{url} refused request {body['rid']} ({response.status}): {await response.text()}")
-            return await response.json()
+            text = await response.text(errors="replace")
+            try:
+                return json.loads(text)
+            except json.JSONDecodeError:
+                return text  # of another program; `_sample` says what was expected
 
 
 class _Unavailable(Exception):
@@ -151,20 +158,20 @@ def _check_prompt(prompt_ids: Sequence[int], vocab_size: int) -> None:
         )
 
 
-def _sample(reply: dict[str, Any]) -> Sample:
-    meta = reply["meta_info"]
-    tokens = [int(token) for token in reply["output_ids"]]
-    scored = meta["output_token_logprobs"]
+def _sample(reply: Any, where: str) -> Sample:
+    """The response in a reply of `where`. Raises ServerError for one of another form, or that contradicts itself."""
+    tokens = [int(token) for token in field(reply, "output_ids", where=where)]
+    scored = field(reply, "meta_info", "output_token_logprobs", where=where)
+    spans = field(reply, "meta_info", "weight_versions", where=where)
+    finish = field(reply, "meta_info", "finish_reason", "type", where=where)
     if [entry[1] for entry in scored] != tokens:
-        raise ServerError(
-            f"request {meta['id']}: {len(tokens)} output ids but log-probabilities of {len(scored)} others"
-        )
-    versions = [int(span["version"]) for span in meta["weight_versions"] for _ in range(span["start"], span["end"])]
+        raise ServerError(f"{where}: {len(tokens)} output ids but log-probabilities of {len(scored)} others")
+    versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
     if len(versions) != len(tokens):
-        raise ServerError(f"request {meta['id']}: {len(tokens)} output ids but weight versions of {len(versions)}")
+        raise ServerError(f"{where}: {len(tokens)} output ids but weight versions of {len(versions)}")
     return Sample(
         output_ids=torch.tensor(tokens, dtype=torch.int64),
         logprobs=torch.tensor([entry[0] for entry in scored], dtype=torch.float32),
         versions=torch.tensor(versions, dtype=torch.int64),
-        finish=Finish[meta["finish_reason"]["type"]],
+        finish=Finish[finish],
     )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_gspo.rollout.control import call
+from megatron_gspo.rollout.control import call, field
 
 
 class ProbeMismatch(RuntimeError):
@@ -24,7 +24,8 @@ def server_logprobs(url: str, tokens: Sequence[int], *, timeout_s: float) -> Ten
         "return_logprob": True,
         "logprob_start_len": 0,
     }
-    scored = call(url, "/generate", body, timeout_s=timeout_s)["meta_info"]["input_token_logprobs"]
+    reply = call(url, "/generate", body, timeout_s=timeout_s)
+    scored = field(reply, "meta_info", "input_token_logprobs", where=f"{url}/generate")
     return torch.tensor([math.nan if entry[0] is None else entry[0] for entry in scored[1:]], dtype=torch.float32)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -48,6 +49,7 @@ class ManagedServer:
         if not (Path(model_path) / "config.json").is_file():
             raise ValueError(f"policy.hf={model_path}: no config.json there; give the directory of an HF checkpoint")
         port = config.port or _free_port(host)
+        self._host, self._port = host, port
         self.url = f"http://{host}:{port}"
         self.log_path = log_path
         self._on_cpu = on_cpu
@@ -66,8 +68,10 @@ class ManagedServer:
         self._started_at = 0.0
 
     def start(self) -> None:
-        """Start the server and return at once. On CPU, RuntimeError for an SGLang that the plugin does not know."""
+        """Start the server and return at once. Raises ValueError for a port that is taken and, on CPU, RuntimeError for
+        an SGLang that the plugin does not know."""
         assert self._process is None, f"the server at {self.url} was started before"
+        check_port(self._port, self._host)
         if self._on_cpu:
             check_version()
         self._started_at = time.monotonic()
@@ -143,6 +147,20 @@ class ManagedServer:
         with self.log_path.open(errors="replace") as log:
             last = "".join(deque(log, TAIL_LINES))
         return f"; the end of {self.log_path}:\n{last}"
+
+
+def check_port(port: int, host: str = "127.0.0.1") -> None:
+    """Raise ValueError unless `port` (`rollout.server.port`; 0 is any) can be listened on. SGLang would say so only
+    after it has loaded the model."""
+    with socket.socket() as probe:
+        probe.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # as the server: connections just closed do not count
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            reason = "in use" if error.errno == errno.EADDRINUSE else f"cannot be listened on: {error.strerror}"
+            raise ValueError(f"rollout.server.port = {port}: {reason}; 0 picks a free one") from None
 
 
 def _free_port(host: str) -> int:

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
 
 from megatron_gspo.rollout.control import Servers
-
-
-class UpdateFailed(RuntimeError):
-    """A weight update failed on some rank or server; raised on every rank, with the messages of those that failed."""
+from megatron_gspo.rollout.together import UpdateFailed, together
 
 
 class Transport(Protocol):
@@ -21,30 +17,14 @@ class Transport(Protocol):
     def connect(self) -> None:
         """Prepare; once, before the first `push`."""
 
+    def begin(self, version: int) -> None:
+        """Whatever `push` needs and leaves the servers' weights as they are. The servers are paused."""
+
     def push(self, version: int) -> None:
-        """Load the trainer's weights into the paused servers as `version`."""
+        """Load the trainer's weights into the servers as `version`."""
 
     def close(self) -> None:
         """Release what `connect` took."""
-
-
-def together[T](group: dist.ProcessGroup, action: Callable[[], T]) -> T:
-    """Run `action` on every rank of `group` (CPU tensors) and return its result; when it raises on one rank, raise
-    UpdateFailed on all of them. Collective."""
-    error: Exception | None = None
-    try:
-        result = action()
-    except Exception as caught:
-        error = caught
-    failed = torch.tensor([error is not None], dtype=torch.int32)
-    dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
-    if not failed.item():
-        return result
-    messages: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}", group=group)
-    raise UpdateFailed(
-        "; ".join(f"rank {rank}: {message}" for rank, message in enumerate(messages) if message)
-    ) from error
 
 
 class WeightSync:
@@ -64,22 +44,31 @@ class WeightSync:
         """Make all servers hold the trainer's weights as `version`. Requests in flight wait and go on with the new
         weights; their tokens keep the version that sampled them.
 
-        Raises UpdateFailed on every rank when anything failed on any rank or server. The servers then stay paused, so
-        that none serves a mixture of old and new weights.
+        Raises UpdateFailed on every rank when anything failed on any rank or server; it says which weights the servers
+        hold then. They stay paused, so that none serves a mixture of old and new weights.
         """
-        try:
-            self._lead(self._servers.pause)
-            self._transport.push(version)
-            self._lead(self._finish)
-        except UpdateFailed as error:
-            raise UpdateFailed(
-                f"weight update to version {version} failed; {', '.join(self._servers.urls)} stay paused with a "
-                f"mixture of old and new weights: restart them. {error}"
-            ) from error
+        urls = ", ".join(self._servers.urls)
+        kept = f"no weights were sent, and {urls} keep those before, perhaps paused"
+        self._phase(version, kept, lambda: self._begin(version))
+        mixed = f"{urls} stay paused with a mixture of old and new weights"
+        self._phase(version, mixed, lambda: self._transport.push(version))
+        self._phase(version, f"{urls} hold the new weights, but perhaps stay paused", lambda: self._lead(self._finish))
 
     def close(self) -> None:
         """Disconnect; for servers that outlive the trainer."""
         self._transport.close()
+
+    def _phase(self, version: int, consequence: str, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except UpdateFailed as error:
+            raise UpdateFailed(
+                f"weight update to version {version} failed; {consequence}: restart them. {error}"
+            ) from error
+
+    def _begin(self, version: int) -> None:
+        self._lead(self._servers.pause)
+        self._transport.begin(version)
 
     def _finish(self) -> None:
         self._servers.flush_cache()

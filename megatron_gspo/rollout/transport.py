@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_gspo.rollout.bucket import Bucket, check_coverage, describe, flatten
 from megatron_gspo.rollout.control import Servers
-from megatron_gspo.rollout.sync import together
+from megatron_gspo.rollout.together import together
 from megatron_gspo.rollout.update_group import UpdateGroup
 
 
@@ -51,15 +51,20 @@ class DistributedTransport[B: Bucket]:
         for sender in sorted({bucket.sender for bucket in self._buckets}):
             together(self._group, self._join if sender == self._rank else lambda: None)
 
+    def begin(self, version: int) -> None:
+        self._lead(self._servers.begin_update)
+
     def push(self, version: int) -> None:
-        leads = dist.get_rank(self._group) == 0
-        together(self._group, self._servers.begin_update if leads else lambda: None)
         for number in range(len(self._buckets)):
             together(self._group, partial(self._send, number, version))
-        together(self._group, self._servers.end_update if leads else lambda: None)
+        self._lead(self._servers.end_update)
 
     def close(self) -> None:
         together(self._group, self._update_group.close if self._update_group else lambda: None)
+
+    def _lead(self, action: Callable[[], None]) -> None:
+        leads = dist.get_rank(self._group) == 0
+        together(self._group, action if leads else lambda: None)
 
     def _join(self) -> None:
         # A fresh name: a server that outlives the trainer still has the group of the trainer before.
@@ -93,14 +98,19 @@ class DiskTransport:
     def connect(self) -> None:
         """Nothing to connect."""
 
-    def push(self, version: int) -> None:
-        path = self._directory / f"weights_{version}"
+    def begin(self, version: int) -> None:
+        path = self._path(version)
         together(self._group, lambda: self._clear(path))  # a run that was killed may have left it
         together(self._group, lambda: self._save(path))
-        together(self._group, lambda: self._load(path, version))
+
+    def push(self, version: int) -> None:
+        together(self._group, lambda: self._load(self._path(version), version))
 
     def close(self) -> None:
         """Nothing to release."""
+
+    def _path(self, version: int) -> Path:
+        return self._directory / f"weights_{version}"
 
     def _load(self, path: Path, version: int) -> None:
         if dist.get_rank(self._group) != 0:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -37,20 +39,19 @@ class UpdateGroup:
             }
             for i in range(len(sizes))
         ]
-        with ThreadPoolExecutor(1) as pool:
-            joined = pool.submit(servers.init_group, bodies)
-            # torch offers no public way to a group with ranks of another world; this is what SGLang's side does
-            # (`init_custom_process_group`), and both must agree on the prefixes in the store.
-            group, _ = _new_process_group_helper(
-                world_size,
-                0,
-                [],
-                Backend(backend),
-                dist.PrefixStore(name, store),
-                group_name=GroupName(name),
-                timeout=timeout,
-            )
-            joined.result()
+        # torch offers no public way to a group with ranks of another world; this is what SGLang's side does
+        # (`init_custom_process_group`), and both must agree on the prefixes in the store.
+        build = partial(
+            _new_process_group_helper,
+            world_size,
+            0,
+            [],
+            Backend(backend),
+            dist.PrefixStore(name, store),
+            group_name=GroupName(name),
+            timeout=timeout,
+        )
+        group, _ = _both(build, partial(servers.init_group, bodies))
         assert isinstance(group, dist.ProcessGroup)
         _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
         self._group = group
@@ -73,6 +74,18 @@ class UpdateGroup:
         """Leave the group, servers and sender."""
         self._servers.destroy_group(self._name)
         dist.destroy_process_group(self._group)
+
+
+def _both[T](build: Callable[[], T], join: Callable[[], None]) -> T:
+    """What `build` returns, which waits until `join`, at the same time, has brought the others. Raises as soon as
+    either fails: whoever would still be waiting for the other is left to its time limit."""
+    with_others = ThreadPoolExecutor(2)
+    built, joined = with_others.submit(build), with_others.submit(join)
+    with_others.shutdown(wait=False)
+    both: tuple[Future[Any], ...] = (joined, built)
+    for future in wait(both, return_when=FIRST_EXCEPTION).done:
+        future.result()
+    return built.result()
 
 
 def _own_address(url: str) -> str:

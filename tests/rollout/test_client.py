@@ -141,6 +141,24 @@ def test_requests_go_to_the_least_loaded_server_and_are_bounded():
     assert loads["fast"] > 2 * loads["slow"]
 
 
+@pytest.mark.parametrize(
+    ("body", "missing"),
+    [
+        ("<html>Sign in</html>", "output_ids"),
+        ('{"detail": "ok"}', "output_ids"),
+        ('{"output_ids": [1], "meta_info": {}}', "meta_info.output_token_logprobs"),
+        ("[3]", "output_ids"),
+    ],
+)
+def test_a_reply_of_another_program_is_not_repeated_and_names_the_url(body, missing):
+    async def handler(request):
+        return web.Response(text=body)
+
+    expected = rf"http://.*/generate, request r: expected the reply of an SGLang server, with {missing}, got"
+    with pytest.raises(ServerError, match=expected):
+        run([handler], lambda c: c.generate([1], SAMPLING, n=1, rid="r"))
+
+
 def test_log_probabilities_of_other_tokens_are_refused():
     async def handler(request):
         reply = answer()

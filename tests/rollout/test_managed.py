@@ -2,6 +2,7 @@
 
 import multiprocessing
 import signal
+import socket
 import sys
 import time
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ import pytest
 
 from megatron_gspo.config.schema import ServerConfig
 from megatron_gspo.rollout import server as server_module
-from megatron_gspo.rollout.server import ManagedServer, ServerFailed
+from megatron_gspo.rollout.server import ManagedServer, ServerFailed, check_port
 
 
 @pytest.fixture
@@ -59,6 +60,38 @@ def test_waiting_ends_when_the_one_who_asked_is_gone(start):
     theirs.close()
     with closing_server(server), pytest.raises(EOFError):
         server.wait_healthy(watch=ours)
+
+
+def test_a_port_that_is_taken_is_refused_before_anything_starts(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config, log = ServerConfig(port=port), tmp_path / "server.log"
+        server = ManagedServer(tmp_path, config, log_path=log, on_cpu=False, context_length=64)
+        with pytest.raises(ValueError) as caught:
+            server.start()
+    assert str(caught.value) == f"rollout.server.port = {port}: in use; 0 picks a free one"
+    assert not log.exists()
+
+
+def test_a_port_whose_connections_were_just_closed_is_free():
+    """They stay in TIME_WAIT for a minute, in which a run could not be repeated."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        client = socket.create_connection(("127.0.0.1", port))
+        accepted, _ = server.accept()
+        accepted.close()  # the side that closes first keeps the port
+        client.close()
+    check_port(port)
+
+
+def test_a_port_that_needs_privileges_says_so(monkeypatch):
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    with pytest.raises(ValueError, match=r"server.port = 80: cannot be listened on: Permission denied; 0 picks"):
+        check_port(80)
 
 
 def test_stopping_twice_is_harmless(start):

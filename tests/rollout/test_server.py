@@ -235,9 +235,8 @@ def push_by_disk(urls: list[str], checkpoint: Path, version: int, directory: Pat
             shutil.copytree(checkpoint, path)
         dist.barrier()
 
-    servers = Servers(urls, timeout_s=20.0)
-    transport = DiskTransport(servers, save, directory=directory, group=dist.group.WORLD)
-    WeightSync(servers, transport, dist.group.WORLD).update(version)
+    servers, group = Servers(urls, timeout_s=20.0), dist.new_group(backend="gloo")
+    WeightSync(servers, DiskTransport(servers, save, directory=directory, group=group), group).update(version)
 
 
 def test_a_response_in_flight_goes_on_with_the_new_weights_and_knows_it(pair):
