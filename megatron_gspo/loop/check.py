@@ -66,7 +66,7 @@ def checkpoint_problems(recipe: Recipe) -> Iterator[Problem]:
     """HF checkpoints that are not there, such as on a login node that does not see the disk."""
     for key, path in hf_checkpoints(recipe).items():
         hint = "name the directory of an HF checkpoint on a local or shared disk"
-        if "\0" in path or not Path(path).is_dir():
+        if not os.path.isdir(path):  # False, where pathlib raises, for a name that the system refuses
             yield Problem(key=key, value=path, reason="no such directory", hint=hint)
         elif not (Path(path) / "config.json").is_file():
             yield Problem(key=key, value=path, reason="no config.json in this directory", hint=hint)

@@ -22,7 +22,7 @@ def place_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(key="run.dir", value=text, reason="expected the path of a folder")
         return
     run_dir = Path(text)
-    if run_dir.exists() and not run_dir.is_dir():
+    if os.path.isfile(run_dir):  # False, where pathlib raises, for a name that the system refuses; claiming tells
         yield Problem(key="run.dir", value=text, reason="there is a file of that name", hint="choose another run.dir")
     for key, value in _inputs(recipe):
         inside = Path(value).resolve()

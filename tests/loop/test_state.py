@@ -7,8 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_gspo.loop.state import RunState, is_saved, load_newest, save_checkpoint, whole_checkpoints
+from megatron_gspo.loop.state import (
+    CheckpointFailed,
+    RunState,
+    is_saved,
+    load_newest,
+    save_checkpoint,
+    whole_checkpoints,
+)
 from tests.ranks import run_ranks
 
 
@@ -63,11 +71,43 @@ def test_a_failure_while_writing_leaves_the_older_checkpoint(tmp_path):
         _write(directory)
         raise OSError("No space left on device")
 
-    with pytest.raises(AssertionError, match="No space left"):
+    with pytest.raises(AssertionError, match=r"saving .*step_000002_000 failed: OSError: No space left on device; the"):
         run_ranks(1, lambda: _save(tmp_path, _at(2), write=fail, keep=1))
     assert load_newest(tmp_path, {})[0] == _at(1)
     run_ranks(1, lambda: _save(tmp_path, _at(2), keep=1))
     assert load_newest(tmp_path, {})[0] == _at(2)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (EOFError("Ran out of input"), r"step_000002_000 cannot be read: EOFError: Ran out of input; .*remove it"),
+        (
+            CheckpointException("load", {3: (EOFError("Ran out of input"), None)}),  # no Exception, one text a rank
+            r"step_000002_000 cannot be read: rank 3: EOFError: Ran out of input; .*remove it",
+        ),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_so_is_the_one_before(tmp_path, error, message):
+    def save_two() -> None:
+        for step in (1, 2):
+            _save(tmp_path, _at(step))
+
+    def fail(path: Path) -> None:
+        raise error
+
+    run_ranks(1, save_two)
+    with pytest.raises(CheckpointFailed, match=message + r" to go on from the one before, step_000001_000"):
+        load_newest(tmp_path, {"policy": fail})
+
+
+def test_a_checkpoint_of_another_layout_is_not_called_damaged(tmp_path):
+    def refuse(path: Path) -> None:
+        raise ValueError("was written on another layout")
+
+    run_ranks(1, lambda: _save(tmp_path, _at(1)))
+    with pytest.raises(ValueError, match=r"^was written on another layout$"):
+        load_newest(tmp_path, {"policy": refuse})
 
 
 def test_resuming_without_a_checkpoint_says_so(tmp_path):
