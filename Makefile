@@ -3,20 +3,24 @@ VENV := .venv
 RUN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test check format clean
+.PHONY: help setup demo compare test check format clean
 
 help:
 	@echo 'make demo    set up, then train the demo MoE by GSPO on this machine (about 10 minutes after set-up)'
+	@echo 'make compare set up, then GSPO, GRPO and SAPO from the same start and a report on them (about half an hour)'
 	@echo 'make test    set up, then run the tests'
 	@echo 'make check   ruff, mypy and the import rules'
 	@echo 'make format  let ruff fix and format'
-	@echo 'make clean   remove the virtual environment and the demo run'
+	@echo 'make clean   remove the virtual environment and what demo and compare made'
 
 setup:
 	@tools/setup_venv.sh
 
 demo: setup
 	@tools/demo.sh
+
+compare: setup
+	@tools/compare.sh
 
 test: setup
 	@$(RUN)/python -m pytest $(PYTEST_ARGS)
@@ -28,4 +32,4 @@ format: setup
 	@$(RUN)/ruff check --fix . ; $(RUN)/ruff format .
 
 clean:
-	rm -rf $(VENV) runs/demo_sort runs/demo_sort_sft runs/demo_policy
+	rm -rf $(VENV) runs/compare runs/demo_sort runs/demo_sort_sft runs/demo_policy

@@ -14,6 +14,7 @@ examples:
   megatron-gspo train recipes/demo_sort.yaml --resume
   megatron-gspo show recipes/demo_sort.yaml batch.mini_batches=4
   megatron-gspo show --keys policy.optimizer
+  megatron-gspo report runs/compare/gspo runs/compare/grpo --out runs/compare/report
 """
 TRAIN = """\
 Run a recipe to its end. Under srun or torchrun this process joins as one rank; otherwise
@@ -37,17 +38,25 @@ With --keys, print the documentation of every key that a recipe may set, or of o
   megatron-gspo show --keys
   megatron-gspo show --keys rollout.sync
 """
+REPORT = """\
+Write one page on a run, or on several side by side: what differs between their recipes, where
+each began and ended, and curves of reward, clipping, ratios, experts and entropy. It needs only
+run folders (run.dir of a recipe), those of unfinished runs included:
+  megatron-gspo report runs/demo_sort
+  megatron-gspo report runs/compare/gspo runs/compare/grpo runs/compare/sapo --out runs/compare/report
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. A recipe that is refused prints its problems and returns 2."""
     parser = _parser()
-    # Overrides may stand on both sides of an option, which argparse alone does not accept.
+    # Overrides and run folders may stand on both sides of an option, which argparse alone does not accept.
     args, extra = parser.parse_known_args(argv)
     unknown = [word for word in extra if word.startswith("-")]
     if unknown:
         parser.error(f"unknown option {' '.join(unknown)}; see megatron-gspo {args.command} --help")
-    args.overrides = [*args.overrides, *extra]
+    words = "runs" if args.command == "report" else "overrides"
+    setattr(args, words, [*getattr(args, words), *extra])
     if args.command == "show" and (args.recipe is None) == (args.keys is None):
         parser.error("show takes either a recipe or --keys [SECTION]")
 
@@ -68,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=raw,
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,show}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,show,report}")
 
     train = commands.add_parser("train", help="run a recipe", description=TRAIN, formatter_class=raw)
     train.add_argument("recipe", metavar="RECIPE", help="a YAML recipe")
@@ -81,6 +90,15 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help="keys that differ from the recipe")
     show.add_argument("--keys", metavar="SECTION", nargs="?", const="", help="document all keys, or those of a section")
     show.set_defaults(run=_show)
+
+    report = commands.add_parser("report", help="compare runs on one page", description=REPORT, formatter_class=raw)
+    report.add_argument("runs", metavar="RUN_DIR", nargs="+", help="a run's folder")
+    report.add_argument(
+        "--out",
+        metavar="DIR",
+        help="where report.md and curves.svg go (default: report/ beside the first run's folder)",
+    )
+    report.set_defaults(run=_report)
     return parser
 
 
@@ -104,6 +122,18 @@ def _show(args: argparse.Namespace) -> int:
         print(f"megatron-gspo: not settled here: {unseen.describe(recipe.sources)}", file=sys.stderr)
     formula = "\n".join(f"# {line}".rstrip() for line in objective_formula(recipe).splitlines())
     return _print(f"{formula}\n\n{effective_yaml(recipe)}")
+
+
+def _report(args: argparse.Namespace) -> int:
+    from megatron_gspo.observe.report import read_runs, write_report
+
+    try:
+        runs = read_runs(args.runs)
+    except ValueError as error:
+        print(f"megatron-gspo: refused\n{error}", file=sys.stderr)
+        return 2
+    out = args.out or next(iter(runs.values())).directory.resolve().parent / "report"
+    return _print(f"{write_report(runs, out)}\n")
 
 
 def _print(text: str) -> int:
