@@ -21,7 +21,9 @@ def document_keys(section: str = "") -> str:
         if not section or path == section or path.startswith(f"{section}."):
             found[path, owner] = _entry(path, key, owner)
     if not found:
-        hint = suggest(section, dict.fromkeys(path for path, _, _ in walk()))
+        paths = dict.fromkeys(path for path, _, _ in walk())
+        sections = dict.fromkeys(path for path, key, _ in walk() if key.section is not None)
+        hint = suggest(section, paths) or f"sections: {', '.join(sections)}"
         raise RecipeError([Problem(key=section, reason="no such key or section", hint=hint)], {})
     return "\n".join(found.values()).lstrip() + "\n"
 

@@ -19,13 +19,16 @@ def world_problems(recipe: Recipe, world_size: int) -> Iterator[Problem]:
     """Both the dense and the expert layout must tile the `world_size` trainer ranks."""
     layout = recipe.policy.layout
     dense, expert = layout.tp * layout.pp * layout.cp, layout.ep * layout.etp * layout.pp
+    also = ("run.workers",)
     hint = f"valid: multiples of {math.lcm(dense, expert)} (run.workers, where `train` itself starts the ranks)"
     if world_size % dense:
         sizes = f"tp x pp x cp = {layout.tp} x {layout.pp} x {layout.cp} = {dense}"
-        yield Problem(key="policy.layout", reason=f"{sizes} does not divide the world of {world_size} ranks", hint=hint)
+        reason = f"{sizes} does not divide the world of {world_size} ranks"
+        yield Problem(key="policy.layout", reason=reason, hint=hint, also=also)
     if world_size % expert:
         sizes = f"ep x etp x pp = {layout.ep} x {layout.etp} x {layout.pp} = {expert}"
-        yield Problem(key="policy.layout", reason=f"{sizes} does not divide the world of {world_size} ranks", hint=hint)
+        reason = f"{sizes} does not divide the world of {world_size} ranks"
+        yield Problem(key="policy.layout", reason=reason, hint=hint, also=also)
 
 
 def model_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -27,7 +27,9 @@ class Bounds:
 
     def __str__(self) -> str:
         ends = ((">", self.gt), (">=", self.ge), ("<", self.lt), ("<=", self.le))
-        return " and ".join(f"{sign} {end:g}" for sign, end in ends if end is not None)
+        return " and ".join(
+            f"{sign} {end if isinstance(end, int) else f'{end:g}'}" for sign, end in ends if end is not None
+        )
 
 
 def key(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_gspo.config.layers import file_layers, merge, override_layer
@@ -34,12 +35,26 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         problems += _missing(config, [problem.key for problem in problems])
         recipe = None if problems else cast(Recipe, OmegaConf.to_object(config))
     except OmegaConfBaseException as error:  # an interpolation that leads nowhere, or to a value of another type
-        problems.append(Problem(key=error.full_key or "recipe", reason=complaint(error)))
+        problems.append(_unresolved(error, layer.values))
     if problems or recipe is None:
         raise RecipeError(problems, layer.sources)
     recipe = dataclasses.replace(recipe, sources=layer.sources)
     validate(recipe)
     return recipe
+
+
+def _unresolved(error: OmegaConfBaseException, values: dict[str, Any]) -> Problem:
+    """An interpolation that leads nowhere, or to a value of another type: what was written, and what it may mean."""
+    path = error.full_key or "recipe"
+    key = next((key for other, key, _ in walk() if other == path), None)
+    missing = re.search(r"Interpolation key '([^']+)' not found", str(error))
+    hint = suggest(missing[1], dict.fromkeys(other for other, _, _ in walk())) if missing else ""
+    if not missing and key:
+        hint = f"{path} takes {key.type_name}"
+    value: Any = values
+    for name in path.split("."):
+        value = value.get(name, MISSING) if isinstance(value, dict) else MISSING
+    return Problem(key=path, value=value, reason=complaint(error), hint=hint)
 
 
 def _with_objective_defaults(values: dict[str, Any]) -> dict[str, Any]:
@@ -87,6 +102,9 @@ def _fill_section(node: DictConfig, key: Key, values: dict[str, Any], path: str)
 
 def _set(node: DictConfig, key: Key, value: Any, path: str) -> Iterator[Problem]:
     # OmegaConf turns any scalar into a string, and 007 or 1.10 would not survive that.
+    if bool in (key.hint, *get_args(key.hint)) and not isinstance(value, bool) and not _is_interpolation(value):
+        yield Problem(key=path, value=value, reason=f"expected {key.type_name}", hint="valid: true, false")
+        return
     if key.hint in (str, str | None) and not isinstance(value, str | None):
         hint = "" if isinstance(value, list | dict) else "quote it if it is meant as text"
         yield Problem(key=path, value=value, reason=f"expected {key.type_name}", hint=hint)
@@ -96,6 +114,10 @@ def _set(node: DictConfig, key: Key, value: Any, path: str) -> Iterator[Problem]
     except OmegaConfBaseException:
         hint = suggest(value, key.choices) if key.choices else ""
         yield Problem(key=path, value=value, reason=f"expected {key.type_name}", hint=hint)
+
+
+def _is_interpolation(value: Any) -> bool:
+    return isinstance(value, str) and "${" in value
 
 
 def _unknown(path: str, name: str, section: type, prefix: str, value: Any) -> Problem:

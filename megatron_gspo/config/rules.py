@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from urllib.parse import urlsplit
 
 from omegaconf import MISSING
 
@@ -22,6 +23,7 @@ OPTIONAL_SECTIONS = {
     "critic": CriticConfig,
 }
 FILE_SOURCES = ("jsonl", "parquet")
+MAX_RESPONSES = 2**31
 
 
 def objective_sections(recipe: Recipe) -> Iterator[Problem]:
@@ -40,6 +42,13 @@ def objective_sections(recipe: Recipe) -> Iterator[Problem]:
 def samples(recipe: Recipe) -> Iterator[Problem]:
     if "rollout" not in recipe.objective.sections:
         yield from _unused(recipe, "batch.samples", f"the objective '{recipe.objective.name}' reads its responses")
+
+
+def batch_size(recipe: Recipe) -> Iterator[Problem]:
+    responses = recipe.batch.prompts * recipe.batch.samples
+    if responses > MAX_RESPONSES:
+        reason = f"with batch.samples = {recipe.batch.samples}, {responses} responses a step: more than {MAX_RESPONSES}"
+        yield _refuse(recipe, "batch.prompts", reason, also=("batch.samples",))
 
 
 def group_size(recipe: Recipe) -> Iterator[Problem]:
@@ -86,7 +95,7 @@ def mini_batches(recipe: Recipe) -> Iterator[Problem]:
     prompts = recipe.batch.prompts
     if prompts % recipe.batch.mini_batches:
         reason = f"does not divide batch.prompts = {prompts}"
-        yield _refuse(recipe, "batch.mini_batches", reason, divisors(prompts))
+        yield _refuse(recipe, "batch.mini_batches", reason, divisors(prompts), also=("batch.prompts",))
 
 
 def routing_changes(recipe: Recipe) -> Iterator[Problem]:
@@ -113,7 +122,8 @@ def micro_batch_room(recipe: Recipe) -> Iterator[Problem]:
             f"too small for the longest sequence: data.max_prompt_tokens + rollout.max_new_tokens = "
             f"{recipe.data.max_prompt_tokens} + {recipe.rollout.max_new_tokens}, padded to {padded}"
         )
-        yield _refuse(recipe, "batch.max_tokens", reason, f"raise it to {padded}, or lower one of the two")
+        also = ("data.max_prompt_tokens", "rollout.max_new_tokens", "policy.layout.cp", "policy.layout.tp")
+        yield _refuse(recipe, "batch.max_tokens", reason, f"raise it to {padded}, or lower one of the two", also=also)
 
 
 def pipeline(recipe: Recipe) -> Iterator[Problem]:
@@ -142,7 +152,10 @@ def schedule(recipe: Recipe) -> Iterator[Problem]:
             if section.decay_steps is None
             else f"{path}.decay_steps = {end}"
         )
-        yield _refuse(recipe, f"{path}.warmup_steps", f"must be below {what} optimizer steps")
+        more = "run.steps" if section.decay_steps is None else f"{path}.decay_steps"
+        hint = f"set it to at most {end - 1}, or raise {more}"
+        also = ("run.steps", "batch.mini_batches", f"{path}.decay_steps")
+        yield _refuse(recipe, f"{path}.warmup_steps", f"must be below {what} optimizer steps", hint, also=also)
 
 
 def critic(recipe: Recipe) -> Iterator[Problem]:
@@ -166,6 +179,27 @@ def engine(recipe: Recipe) -> Iterator[Problem]:
     if not recipe.rollout.urls and recipe.rollout.replay is None:
         hint = "list the servers, e.g. ['http://node7:30000'], or set rollout.engine: managed"
         yield _refuse(recipe, "rollout.urls", f"{because} and no server is named", hint)
+    yield from _urls(recipe, recipe.rollout.urls)
+
+
+def _urls(recipe: Recipe, urls: Sequence[str]) -> Iterator[Problem]:
+    """Each is http(s)://HOST:PORT and nothing more, and they differ."""
+    for url in urls:
+        if not _is_server(url):
+            reason = f"{show(url)} is not http://HOST:PORT"
+            hint = f"write '{url.rstrip('/')}'" if _is_server(url.rstrip("/")) else "e.g. 'http://node7:30000'"
+            yield _refuse(recipe, "rollout.urls", reason, hint)
+    for url in sorted({url for url in urls if urls.count(url) > 1}):
+        yield _refuse(recipe, "rollout.urls", f"{show(url)} stands there twice", "name every server once")
+
+
+def _is_server(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        whole = parts.scheme in ("http", "https") and parts.hostname and parts.port
+    except ValueError:  # a port that is no number, or a broken IPv6 address
+        return False
+    return bool(whole) and url == f"{parts.scheme}://{parts.netloc}" and "@" not in parts.netloc
 
 
 def transport(recipe: Recipe) -> Iterator[Problem]:
@@ -221,6 +255,7 @@ def response_key(recipe: Recipe) -> Iterator[Problem]:
 RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     objective_sections,
     samples,
+    batch_size,
     group_size,
     advantage,
     correction,
@@ -246,8 +281,8 @@ def _how_to_add(section: str) -> str:
     return f"set {', '.join(f'{section}.{name}' for name in required)}" if required else f"add `{section}: {{}}`"
 
 
-def _refuse(recipe: Recipe, path: str, reason: str, hint: str = "") -> Problem:
-    return Problem(key=path, value=value_at(recipe, path), reason=reason, hint=hint)
+def _refuse(recipe: Recipe, path: str, reason: str, hint: str = "", also: tuple[str, ...] = ()) -> Problem:
+    return Problem(key=path, value=value_at(recipe, path), reason=reason, hint=hint, also=also)
 
 
 def _unused(recipe: Recipe, path: str, because: str, remedy: str = "") -> Iterator[Problem]:

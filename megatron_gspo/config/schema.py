@@ -173,7 +173,7 @@ class RolloutConfig:
     """Sampling from SGLang."""
 
     engine: Engine = key("who starts the servers", Engine.managed)
-    urls: list[str] = key("server URLs (engine: external)", factory=list)
+    urls: list[str] = key("server URLs, each http://HOST:PORT (engine: external)", factory=list)
     server: ServerConfig = key("the server to start (engine: managed)", factory=ServerConfig)
     sync: SyncConfig = key("weight updates", factory=SyncConfig)
     temperature: float = key("sampling temperature; the trainer scores at the same temperature", 1.0, gt=0)
@@ -187,7 +187,11 @@ class RolloutConfig:
     max_concurrency: int = key("requests in flight over all servers", 256, ge=1)
     request_timeout_s: float = key("seconds that one generate request may take, retries excluded", 3600.0, gt=0)
     retries: int = key("attempts after a failed generate request", 3, ge=0)
-    replay: str | None = key("directory of recorded batches to train from instead of sampling", None)
+    replay: str | None = key(
+        "directory of recorded batches to train from instead of sampling; no server, data or reward is used then, and "
+        "the run names the keys that this leaves without effect",
+        None,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,11 +222,15 @@ class RewardConfig:
 class DataConfig:
     """Where prompts (and, for sft, responses) come from."""
 
-    source: str = key("'jsonl', 'parquet', or a registered task generator such as 'sort_digits'")
+    source: str = key(
+        "'jsonl', 'parquet', or a task generator: 'sort_digits', or 'reasoning_gym:DATASET' for any of its data sets"
+    )
     path: str | None = key("file of the jsonl and parquet sources", None)
     prompt_key: str = key("field that holds the prompt (a string, or chat messages)", "prompt")
     response_key: str = key("field that holds the response (objective sft)", "response")
-    max_prompt_tokens: int = key("longer prompts are dropped and counted", 4096, ge=1)
+    max_prompt_tokens: int = key(
+        "a longer prompt is never cut: another takes its place, and data/dropped_prompts counts it", 4096, ge=1
+    )
     shuffle: bool = key("shuffle each epoch with the run's seed (jsonl and parquet)", True)
     args: dict[str, Any] = key("keyword arguments of the task generator", factory=dict)
 
@@ -234,8 +242,10 @@ class RunConfig:
     dir: str = key("run folder; holds metrics, logs, rollouts, checkpoints and the effective configuration")
     steps: int = key("RL steps (batches)", ge=1)
     seed: int = key("seed of data order, task generators and initialisation", 0, ge=0)
-    workers: int = key("trainer ranks that `train` starts on this machine when neither srun nor torchrun did", 1, ge=1)
-    threads: int = key("CPU threads per trainer rank", 1, ge=1)
+    workers: int = key(
+        "trainer ranks that `train` starts on this machine when neither srun nor torchrun did", 1, ge=1, le=4096
+    )
+    threads: int = key("CPU threads per trainer rank", 1, ge=1, le=4096)
     save_every: int = key("steps between checkpoints; 0 saves only at the end", 0, ge=0)
     keep_checkpoints: int = key("newest checkpoints kept; 0 keeps all", 2, ge=0)
     export_hf: bool = key("write the trained policy as an HF checkpoint to DIR/hf at the end", True)
@@ -245,7 +255,12 @@ class RunConfig:
         ge=0,
     )
     on_non_finite: OnNonFinite = key("what a non-finite loss or gradient does", OnNonFinite.stop)
-    timeout_s: float = key("seconds after which a collective that some rank did not join fails", 1800.0, gt=0)
+    timeout_s: float = key(
+        "seconds after which a collective that some rank did not join fails; ranks that wait for a batch, a server or "
+        "its weights say so to each other every 10 s",
+        1800.0,
+        ge=30,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

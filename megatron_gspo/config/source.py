@@ -56,10 +56,16 @@ def is_set(sources: Sources, name: str) -> bool:
 
 
 def nearest(sources: Sources, name: str) -> Source | None:
-    """The place that set `name` or a key inside it, or else the section around it, or else the recipe."""
-    while name not in sources and name:
+    """The place that set `name` or a key inside it, or else the section around it, or else the recipe.
+
+    A key inside that the command line set comes before the section's place in a file: it was laid over that.
+    """
+    while name:
         inside = [source for other, source in sources.items() if other.startswith(f"{name}.")]
-        if inside:
-            return inside[0]
+        overrides = [source for source in inside if source.line is None]
+        if overrides or (inside and name not in sources):
+            return (overrides or inside)[0]
+        if name in sources:
+            return sources[name]
         name = name.rpartition(".")[0]
     return sources.get(name)

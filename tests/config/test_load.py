@@ -98,6 +98,7 @@ def test_keys_of_a_yaml_merge_are_located_at_the_anchor_and_own_keys_at_their_li
     assert recipe.where("reward.args.seed") == f"{tmp_path}/r.yaml:23"
 
 
+VALID = f"valid: {', '.join(OBJECTIVES)}"
 REFUSED = [
     ("prompts: 32", "promts: 32", "r.yaml:12: batch.promts = 32: no such key; did you mean batch.prompts?"),
     ("    lr: 3e-4", "    lr: 3e-4\n    lrr: 1", "r.yaml:8: policy.optimizer.lrr = 1: no such key; did you mean"),
@@ -113,6 +114,7 @@ REFUSED = [
         "valid: run, policy, objective, advantage, correction, critic, batch, data, rollout, reward, observe",
     ),
     ("steps: 10", "steps: ten", "r.yaml:3: run.steps = 'ten': expected int"),
+    ("steps: 10", "steps: 1e20", "r.yaml:3: run.steps = 1e+20: expected int"),
     ("steps: 10", "steps: 1.5", "r.yaml:3: run.steps = 1.5: expected int"),
     ("steps: 10", "steps: true", "r.yaml:3: run.steps = true: expected int"),
     ("steps: 10", "steps: null", "r.yaml:3: run.steps = null: expected int"),
@@ -122,13 +124,30 @@ REFUSED = [
     (
         "hf: no/such/model",
         "hf: x\n  dtype: bf61",
-        "r.yaml:6: policy.dtype = 'bf61': expected bf16 | fp32; did you mean bf16?",
+        "r.yaml:6: policy.dtype = 'bf61': expected bf16 | fp32; valid: bf16, fp32",
     ),
     ("hf: no/such/model", "hf: x\n  ddp: 3", "r.yaml:6: policy.ddp = 3: expected mapping of str"),
     ("name: gspo", "name: gspoo", "r.yaml:9: objective.name = 'gspoo': no such objective; did you mean gspo?"),
-    ("name: gspo", "name: dpo2", "r.yaml:9: objective.name = 'dpo2': no such objective; did you mean dppo?"),
-    ("name: gspo", "name: x", f"r.yaml:9: objective.name = 'x': no such objective; valid: {', '.join(OBJECTIVES)}"),
-    ("name: gspo", "name: [gspo]", "r.yaml:9: objective.name = ['gspo']: no such objective; did you mean gspo?"),
+    (
+        "hf: no/such/model",
+        "hf: x\n  dtype: fp16",
+        "r.yaml:6: policy.dtype = 'fp16': expected bf16 | fp32; valid: bf16, fp32",
+    ),
+    ("name: gspo", "name: dpo2", f"r.yaml:9: objective.name = 'dpo2': no such objective; {VALID}"),
+    (
+        "advantage: {}",
+        "advantage: {estimator: gea}",
+        "r.yaml:10: advantage.estimator = 'gea': no such advantage estimator; valid: group, leave_one_out, gae",
+    ),
+    (
+        "advantage: {}",
+        "advantage: {normalize_std: 2}",
+        "r.yaml:10: advantage.normalize_std = 2: expected bool; valid: true, false",
+    ),
+    ("dir: runs/x", "dir: runs/x\n  export_hf: 'on'", "r.yaml:3: run.export_hf = 'on': expected bool; valid: true"),
+    ("dir: runs/x", "dir: runs/x\n  export_hf: 0", "r.yaml:3: run.export_hf = 0: expected bool; valid: true"),
+    ("name: gspo", "name: x", f"r.yaml:9: objective.name = 'x': no such objective; {VALID}"),
+    ("name: gspo", "name: [gspo]", "r.yaml:9: objective.name = ['gspo']: no such objective; valid: gspo, "),
     (
         "name: gspo",
         "clip_low: 1e-3",
@@ -141,8 +160,17 @@ REFUSED = [
         "",
         f"r.yaml: objective.name: required, but not set; valid: {', '.join(OBJECTIVES)}",
     ),
-    ("steps: 10", "steps: ${run.stepz}", "r.yaml:3: run.steps: Interpolation key 'run.stepz' not found"),
-    ("steps: 10", "steps: ${run.dir}", "r.yaml:3: run.steps: While dereferencing interpolation '${run.dir}'"),
+    (
+        "steps: 10",
+        "steps: ${run.stepz}",
+        "r.yaml:3: run.steps = '${run.stepz}': Interpolation key 'run.stepz' not found; did you mean run.steps?",
+    ),
+    (
+        "steps: 10",
+        "steps: ${run.dir}",
+        "r.yaml:3: run.steps = '${run.dir}': While dereferencing interpolation "
+        "'${run.dir}': Value 'runs/x' of type 'str' could not be converted to Integer; run.steps takes int",
+    ),
     ("steps: 10", "steps: 10\n  steps: 11", "r.yaml:4: YAML: found duplicate key steps"),
     ("advantage: {}", "advantage: {", "r.yaml:12: YAML: expected ',' or '}', but got ':'"),
     ("run:\n", "base: s.yaml\nrun:\n", "r.yaml:1: base = 's.yaml': no such file: s.yaml; did you mean r.yaml?"),
@@ -184,6 +212,13 @@ def test_key_of_another_objective_is_refused(tmp_path):
 )
 def test_override_is_refused_as_such(tmp_path, override, message):
     assert refusal(write(tmp_path, GSPO), override).startswith(message)
+
+
+def test_a_bool_may_come_from_another_key_or_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("EXPORT", "false")
+    text = edit(GSPO, ("dir: runs/x", "dir: runs/x\n  export_hf: ${oc.env:EXPORT}"))
+    recipe = load_recipe(write(tmp_path, text), ["data.shuffle=${run.export_hf}", "data.source=jsonl", "data.path=a"])
+    assert (recipe.run.export_hf, recipe.data.shuffle) == (False, False)
 
 
 def test_missing_file_is_named(tmp_path):

@@ -117,5 +117,7 @@ def test_documentation_of_one_section_gives_type_default_bounds_and_meaning():
 
 
 def test_documentation_of_an_unknown_section_names_the_nearest():
+    with pytest.raises(RecipeError, match=r"^nosuch: no such key or section; sections: run, policy, policy.layout, "):
+        document_keys("nosuch")
     with pytest.raises(RecipeError, match=r"^rolout: no such key or section; did you mean rollout\?$"):
         document_keys("rolout")

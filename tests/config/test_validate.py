@@ -11,10 +11,14 @@ from megatron_gspo.config import (
     GaeConfig,
     GroupConfig,
     LeaveOneOutConfig,
+    Problem,
     RecipeError,
+    effective_yaml,
     load_recipe,
     validate,
 )
+from megatron_gspo.config.replay import idle_in_replay
+from megatron_gspo.config.source import Source
 from tests.config.recipes import GSPO, SFT, edit, refusal, write
 
 GSPO_CONTRADICTIONS = [
@@ -39,6 +43,35 @@ GSPO_CONTRADICTIONS = [
         "r.yaml:20: rollout.top_k = 0: must be -1 (off) or at least 1",
     ),
     ("name: gspo", "name: gspo\n  clip_low: 1", "r.yaml:10: objective.clip_low = 1.0: must be > 0 and < 1"),
+    # Sizes beyond any machine
+    (
+        "steps: 10",
+        "steps: 100000000000000000000",
+        "r.yaml:3: run.steps = 100000000000000000000: must be at most 9223372036854775807 (2^63 - 1)",
+    ),
+    (
+        "prompts: 32",
+        "prompts: 1000000000",
+        "r.yaml:12: batch.prompts = 1000000000: with batch.samples = 16, "
+        "16000000000 responses a step: more than 2147483648",
+    ),
+    (
+        "dir: runs/x",
+        "dir: runs/x\n  seed: 99999999999999999999",
+        "r.yaml:3: run.seed = 99999999999999999999: must be at most 9223372036854775807 (2^63 - 1)",
+    ),
+    (
+        "dir: runs/x",
+        "dir: runs/x\n  timeout_s: 1e30",
+        "r.yaml:3: run.timeout_s = 1e+30: must be at most 315360000 seconds, which are ten years",
+    ),
+    (
+        "name: sort_digits",
+        "name: sort_digits\n  timeout_s: 1e9",
+        "r.yaml:22: reward.timeout_s = 1000000000.0: must be at most 315360000 seconds, which are ten years",
+    ),
+    ("dir: runs/x", "dir: runs/x\n  workers: 100000", "r.yaml:3: run.workers = 100000: must be >= 1 and <= 4096"),
+    ("dir: runs/x", "dir: runs/x\n  timeout_s: 10", "r.yaml:3: run.timeout_s = 10.0: must be >= 30"),
     # Sections that the objective needs
     (
         "advantage: {}\n",
@@ -171,12 +204,13 @@ GSPO_CONTRADICTIONS = [
         "lr: 3e-4",
         "lr: 3e-4\n    warmup_steps: 20",
         "r.yaml:8: policy.optimizer.warmup_steps = 20: must be below run.steps x batch.mini_batches = 20 "
-        "optimizer steps",
+        "optimizer steps; set it to at most 19, or raise run.steps",
     ),
     (
         "lr: 3e-4",
         "lr: 3e-4\n    schedule: cosine\n    warmup_steps: 6\n    decay_steps: 5",
-        "r.yaml:9: policy.optimizer.warmup_steps = 6: must be below policy.optimizer.decay_steps = 5 optimizer steps",
+        "r.yaml:9: policy.optimizer.warmup_steps = 6: must be below policy.optimizer.decay_steps = 5 optimizer steps; "
+        "set it to at most 4, or raise policy.optimizer.decay_steps",
     ),
     # Engine and weight updates
     (
@@ -284,6 +318,96 @@ def test_sft_contradiction(tmp_path, old, new, message):
     assert refusal(write(tmp_path, edit(SFT, (old, new)))) == message
 
 
+@pytest.mark.parametrize(
+    ("urls", "problem"),
+    [
+        ("[node7:30000]", "'node7:30000' is not http://HOST:PORT; e.g. 'http://node7:30000'"),
+        ("['http://node7']", "'http://node7' is not http://HOST:PORT; e.g. 'http://node7:30000'"),
+        ("['http://node7:30000/']", "'http://node7:30000/' is not http://HOST:PORT; write 'http://node7:30000'"),
+        ("['http://node7:30000/v1']", "'http://node7:30000/v1' is not http://HOST:PORT; e.g. 'http://node7:30000'"),
+        ("['http://node7:70000']", "'http://node7:70000' is not http://HOST:PORT; e.g. 'http://node7:30000'"),
+        ("['ftp://node7:30000']", "'ftp://node7:30000' is not http://HOST:PORT; e.g. 'http://node7:30000'"),
+        ("['http://a:1', 'http://b:1', 'http://a:1']", "'http://a:1' stands there twice; name every server once"),
+    ],
+)
+def test_urls_are_checked_one_by_one(tmp_path, urls, problem):
+    message = refusal(write(tmp_path, GSPO), "rollout.engine=external", f"rollout.urls={urls}")
+    assert message.startswith("command line: rollout.urls = [") and message.endswith(f"]: {problem}")
+
+
+def test_urls_of_names_and_addresses_of_both_kinds_are_taken(tmp_path):
+    urls = ["http://node-7.cluster:30000", "https://10.0.0.1:443", "http://[::1]:30000"]
+    recipe = load_recipe(write(tmp_path, GSPO), ["rollout.engine=external", f"rollout.urls={urls}"])
+    assert recipe.rollout.urls == urls
+
+
+def test_a_replay_tells_what_it_leaves_without_effect_and_refuses_none_of_it(tmp_path):
+    set_before = [
+        "rollout.max_concurrency=7",
+        "rollout.server.port=31000",
+        "rollout.top_p=0.9",
+        "rollout.temperature=0.7",
+        "rollout.dynamic_sampling={}",
+        "reward.timeout_s=5",
+        "data.args={length: 4}",
+    ]
+    path = write(tmp_path, GSPO)
+    assert idle_in_replay(load_recipe(path, set_before)) == []
+    replay = load_recipe(path, [*set_before, "rollout.replay=runs/x/rollouts"])
+    assert idle_in_replay(replay) == [
+        "data.args",
+        "rollout.server.port",
+        "rollout.top_p",
+        "rollout.dynamic_sampling",
+        "rollout.max_concurrency",
+        "reward.timeout_s",
+    ]
+    assert load_recipe(write(tmp_path, effective_yaml(replay), "effective.yaml")) == replay
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "batch.prompts=33",
+            "r.yaml:14: batch.mini_batches = 2: does not divide batch.prompts = 33 (batch.prompts: from the command "
+            "line); valid: 1, 3, 11, 33",
+        ),
+        (
+            "rollout.max_new_tokens=9000",
+            "r.yaml:11: batch.max_tokens = 8192 (default): too small for the longest sequence: data.max_prompt_tokens "
+            "+ rollout.max_new_tokens = 64 + 9000, padded to 9064 (rollout.max_new_tokens: from the command line); "
+            "raise it to 9064, or lower one of the two",
+        ),
+        (
+            "batch.mini_batches=5",
+            "command line: batch.mini_batches = 5: does not divide batch.prompts = 32; valid: 1, 2, 4, 8, 16, 32",
+        ),
+    ],
+)
+def test_a_key_that_the_command_line_set_is_named_where_it_takes_part(tmp_path, override, message):
+    assert refusal(write(tmp_path, GSPO), override) == message
+
+
+def test_a_layout_that_the_command_line_changed_is_not_blamed_on_the_file(tmp_path):
+    path = write(tmp_path, edit(GSPO, ("  optimizer:", "  layout:\n    ep: 2\n  optimizer:")))
+    (problem,) = world_refusal(path, 2, "policy.layout.cp=4")
+    assert problem.startswith("command line: policy.layout: tp x pp x cp = 1 x 1 x 4 = 4 does not divide")
+    problems = world_refusal(path, 3, "run.workers=3")
+    assert problems == [
+        "r.yaml:6: policy.layout: ep x etp x pp = 2 x 1 x 1 = 2 does not divide the world of 3 ranks (run.workers: "
+        "from the command line); valid: multiples of 2 (run.workers, where `train` itself starts the ranks)"
+    ]
+
+
+def test_a_reason_that_names_the_key_is_not_named_twice():
+    sources = {"": Source("r.yaml"), "reward.name": Source("r.yaml", 7)}
+    twice = Problem(key="reward.name", reason="reward.name = 'x': no such reward")
+    assert twice.describe(sources) == "r.yaml:7: reward.name = 'x': no such reward"
+    other = Problem(key="base", value="r.yaml", reason="bases form a cycle")
+    assert other.describe({"base": Source("r.yaml", 1)}) == "r.yaml:1: base = 'r.yaml': bases form a cycle"
+
+
 def test_recorded_rollouts_need_no_server(tmp_path):
     recipe = load_recipe(write(tmp_path, GSPO), ["rollout.engine=external", "rollout.replay=runs/y/rollouts"])
     assert recipe.rollout.urls == []
@@ -367,7 +491,8 @@ def test_layout_must_fit_the_dense_model(tmp_path):
 def test_a_dense_model_has_no_routing_to_watch(tmp_path):
     path, model = write(tmp_path, GSPO), model_recipe(tmp_path, DENSE)
     assert refusal(path, *model, "observe.routing_changes=true") == (
-        "command line: observe.routing_changes = true: the model is dense: it has no experts that could change; remove it"
+        "command line: observe.routing_changes = true: the model is dense: it has no experts that could change; "
+        "remove it"
     )
     assert load_recipe(path, model).observe.routing_changes is False
 
