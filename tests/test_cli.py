@@ -49,7 +49,7 @@ print("imported:", *sorted({suspects!r} & set(sys.modules)))
     return result.stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize("command", ["train --help", "show --help"])
+@pytest.mark.parametrize("command", ["train --help", "show --help", "report --help"])
 def test_help_of_a_command_imports_nothing_heavy(command):
     assert imported(command, HEAVY) == "imported:"
 
