@@ -24,10 +24,10 @@ class Rows(Protocol):
 
 def draw_from_file(rows: Rows, seed: int, *, shuffle: bool) -> Callable[[int, int], Prompt]:
     """Draws position p from row `order[p % n]` of epoch p // n; a replacement is any row, chosen by seed, position and
-    attempt. One order is kept in memory: 8 bytes a row."""
+    attempt. Two orders are kept in memory, 8 bytes a row each: a batch may straddle two epochs."""
     n = len(rows)
 
-    @lru_cache(maxsize=2)  # a batch may straddle two epochs
+    @lru_cache(maxsize=2)
     def order(epoch: int) -> np.ndarray:
         return np.random.default_rng([seed, SHUFFLE, epoch]).permutation(n)
 
@@ -40,25 +40,32 @@ def draw_from_file(rows: Rows, seed: int, *, shuffle: bool) -> Callable[[int, in
     return draw
 
 
-def to_prompt(row: Mapping[str, Any], config: DataConfig, place: str) -> Prompt:
-    """The prompt in a row read from `place` (file:line). Raises ValueError where it has none."""
-    if config.prompt_key not in row:
-        raise ValueError(
-            f"{place}: no field '{config.prompt_key}' (data.prompt_key); the fields are {', '.join(row) or 'none'}"
-        )
-    prompt = row[config.prompt_key]
+def to_prompt(row: Mapping[str, Any], config: DataConfig, place: str, *, responses: bool = False) -> Prompt:
+    """The prompt in a row read from `place` (file:line). Raises ValueError where it has none or, with `responses`,
+    where it has no response to imitate."""
+    prompt = _value(row, config.prompt_key, "prompt_key", place)
     if not is_prompt(prompt):
         raise ValueError(
             f"{place}: the field '{config.prompt_key}' (data.prompt_key) is {prompt!r:.80}; expected a non-empty "
             f"string, or a list of messages such as {{role: user, content: ...}}"
         )
-    response = row.get(config.response_key)
+    response = _value(row, config.response_key, "response_key", place) if responses else row.get(config.response_key)
+    if responses and not isinstance(response, str):
+        raise ValueError(
+            f"{place}: the field '{config.response_key}' (data.response_key) is {response!r:.80}; expected a string"
+        )
     return Prompt(
         id=place,
         prompt=prompt,
         response=response if isinstance(response, str) else None,
         meta={name: value for name, value in row.items() if name != config.prompt_key},
     )
+
+
+def _value(row: Mapping[str, Any], name: str, key: str, place: str) -> Any:
+    if name not in row:
+        raise ValueError(f"{place}: no field '{name}' (data.{key}); the fields are {', '.join(row) or 'none'}")
+    return row[name]
 
 
 def is_prompt(value: Any) -> bool:

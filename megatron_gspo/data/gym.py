@@ -30,8 +30,9 @@ def gym_task(name: str, seed: int, args: Mapping[str, Any]) -> Callable[[int], P
             f"data.source = '{PREFIX}{name}' needs reasoning-gym: pip install 'megatron-gspo[tasks]'"
         ) from None
     if name not in DATASETS:
-        close = difflib.get_close_matches(name, DATASETS, n=3) or sorted(DATASETS)
-        raise ValueError(f"data.source = '{PREFIX}{name}': reasoning-gym has no such data set; try {', '.join(close)}")
+        near = difflib.get_close_matches(name, DATASETS, n=5, cutoff=0.5)
+        hint = f"try {', '.join(near)}" if near else f"`reasoning_gym.factory.DATASETS` names its {len(DATASETS)}"
+        raise ValueError(f"data.source = '{PREFIX}{name}': reasoning-gym has no such data set; {hint}")
     try:
         dataset = reasoning_gym.create_dataset(name, seed=0, size=SEEDS, **args)
     except (TypeError, ValueError, AssertionError) as error:  # its configurations validate by assert

@@ -17,9 +17,10 @@ class JsonlRows:
     """The rows of a JSON Lines file. Every line is checked once, as the file is opened, so that a bad one stops a run
     before it starts; only line numbers and offsets stay in memory. Blank lines are allowed."""
 
-    def __init__(self, config: DataConfig):
+    def __init__(self, config: DataConfig, *, responses: bool = False):
         assert config.path is not None, "validation requires data.path for a file source"
         self._config = config
+        self._responses = responses
         self._path = Path(config.path)
         if not self._path.is_file():
             raise ValueError(f"data.path = '{self._path}': no such file")
@@ -55,4 +56,4 @@ class JsonlRows:
             raise ValueError(f"{place}: not valid JSON: {error}") from None
         if not isinstance(row, dict):
             raise ValueError(f"{place}: expected a JSON object, got {row!r:.80}")
-        return to_prompt(row, self._config, place)
+        return to_prompt(row, self._config, place, responses=self._responses)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,11 +20,12 @@ CACHED_ROW_GROUPS = 8
 
 class ParquetRows:
     """The rows of a Parquet file. A shuffled epoch jumps between row groups: small ones (thousands of rows)
-    read fastest."""
+    read fastest. Every prompt, and with `responses` every response, is checked once, as the file is opened."""
 
-    def __init__(self, config: DataConfig):
+    def __init__(self, config: DataConfig, *, responses: bool = False):
         assert config.path is not None, "validation requires data.path for a file source"
         self._config = config
+        self._responses = responses
         self._path = Path(config.path)
         if not self._path.is_file():
             raise ValueError(f"data.path = '{self._path}': no such file")
@@ -36,7 +39,8 @@ class ParquetRows:
         self._row_group = lru_cache(maxsize=CACHED_ROW_GROUPS)(self._file.read_row_group)
         if not len(self):
             raise ValueError(f"data.path = '{self._path}': the file holds no prompts")
-        self[0]  # a missing or mistyped column stops the run before it starts
+        self[0]  # a missing column: the message lists those that there are
+        self._check()
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -44,4 +48,13 @@ class ParquetRows:
     def __getitem__(self, row: int) -> Prompt:
         group = int(np.searchsorted(self._starts, row, side="right")) - 1
         table = self._row_group(group).slice(row - int(self._starts[group]), 1)
-        return to_prompt(table.to_pylist()[0], self._config, f"{self._path}:row {row}")
+        return self._prompt(table.to_pylist()[0], row)
+
+    def _check(self) -> None:
+        columns = [self._config.prompt_key, *([self._config.response_key] if self._responses else [])]
+        batches = self._file.iter_batches(columns=columns)
+        for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
+            self._prompt(row, number)
+
+    def _prompt(self, values: Mapping[str, Any], row: int) -> Prompt:
+        return to_prompt(values, self._config, f"{self._path}:row {row}", responses=self._responses)

@@ -37,8 +37,8 @@ class PromptSource:
         return self._fitting(step * n + number, attempt)
 
     def _fitting(self, position: int, attempt: int) -> Prompt:
-        for attempt in range(attempt * MAX_ATTEMPTS, (attempt + 1) * MAX_ATTEMPTS):
-            prompt = self._draw(position, attempt)
+        for number in range(attempt * MAX_ATTEMPTS, (attempt + 1) * MAX_ATTEMPTS):
+            prompt = self._draw(position, number)
             if len(tokenize(prompt.prompt, self._tokenizer)) <= self._max_prompt_tokens:
                 return prompt
             self.dropped += 1
@@ -48,15 +48,15 @@ class PromptSource:
         )
 
 
-def make_source(config: DataConfig, seed: int, tokenizer: Any) -> PromptSource:
-    """The prompts that `config` describes; `tokenizer` (HF) measures them. Raises ValueError for a source, a file or
-    arguments that do not work, naming the key or the file and line."""
-    return PromptSource(_make_draw(config, seed), tokenizer, config.max_prompt_tokens)
+def make_source(config: DataConfig, seed: int, tokenizer: Any, *, responses: bool = False) -> PromptSource:
+    """The prompts that `config` describes; `tokenizer` (HF) measures them. With `responses`, every row of a file has
+    one. Raises ValueError for a source, a file or arguments that do not work, naming the key or the file and line."""
+    return PromptSource(_make_draw(config, seed, responses), tokenizer, config.max_prompt_tokens)
 
 
-def _make_draw(config: DataConfig, seed: int) -> Draw:
+def _make_draw(config: DataConfig, seed: int, responses: bool) -> Draw:
     if config.source == "jsonl":
-        return draw_from_file(JsonlRows(config), seed, shuffle=config.shuffle)
+        return draw_from_file(JsonlRows(config, responses=responses), seed, shuffle=config.shuffle)
     if config.source == "parquet":
-        return draw_from_file(ParquetRows(config), seed, shuffle=config.shuffle)
+        return draw_from_file(ParquetRows(config, responses=responses), seed, shuffle=config.shuffle)
     return draw_from_task(config.source, seed, config.args)

@@ -29,12 +29,13 @@ def given_batch(recipe: Recipe) -> Callable[[int, Callable[[], bool]], Given | N
     """A function from the step to its batch; the same on every rank, since it depends on data, seed and step alone.
 
     Its second argument is asked after every LOOK_EVERY prompts whether to leave, which gives None.
-    Raises ValueError for a prompt without a response or a tokenizer without an end-of-sequence token.
+    Raises ValueError for a prompt without a response, a sequence beyond batch.max_tokens or a tokenizer without an
+    end-of-sequence token.
     """
     tokenizer = AutoTokenizer.from_pretrained(recipe.policy.hf)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"policy.hf: the tokenizer of {recipe.policy.hf} has no eos_token; a response needs an end")
-    source = make_source(recipe.data, recipe.run.seed, tokenizer)
+    source = make_source(recipe.data, recipe.run.seed, tokenizer, responses=True)
 
     def make(step: int, leave: Callable[[], bool]) -> Given | None:
         n, before = recipe.batch.prompts, source.dropped
@@ -46,6 +47,12 @@ def given_batch(recipe: Recipe) -> Callable[[int, Callable[[], bool]], Given | N
             prompts.append(torch.tensor(tokenize(prompt.prompt, tokenizer)))
             ids = tokenizer(prompt.response, add_special_tokens=False)["input_ids"]
             responses.append(torch.tensor([*ids, tokenizer.eos_token_id]))
+            length, room = len(prompts[-1]) + len(responses[-1]), recipe.batch.max_tokens
+            if length > room:
+                raise ValueError(
+                    f"{prompt.id}: prompt and response have {length} tokens, and batch.max_tokens = {room} must hold "
+                    "the longest; raise it, or take the row out of the data"
+                )
             if len(prompts) % LOOK_EVERY == 0 and leave():
                 return None
         index, trajectories = assemble(prompts, responses)

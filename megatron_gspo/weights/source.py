@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from megatron_gspo.weights.claims import listing
 from megatron_gspo.weights.rules import Shape
@@ -21,7 +21,8 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F
 class HFCheckpoint:
     """A directory with `model.safetensors`, or with `model.safetensors.index.json` and its shards.
 
-    Raises FileNotFoundError naming what is missing. `files` maps each tensor's name to its file.
+    Raises FileNotFoundError naming what is missing, and ValueError naming a file that is damaged. `files` maps each
+    tensor's name to its file.
     """
 
     def __init__(self, directory: str | Path):
@@ -55,8 +56,20 @@ class HFCheckpoint:
 
     def _file(self, name: str) -> safe_open:
         file = self.files[name]
+        opened = self._opened(file)
+        if name not in opened.keys():  # noqa: SIM118  (no mapping)
+            raise ValueError(f"{self.directory / file}: holds no {name}, which {INDEX} says; copy the checkpoint again")
+        return opened
+
+    def _opened(self, file: str) -> safe_open:
         if file not in self._open:
-            self._open[file] = self._stack.enter_context(safe_open(self.directory / file, framework="pt"))
+            path = self.directory / file
+            try:
+                self._open[file] = self._stack.enter_context(safe_open(path, framework="pt"))
+            except SafetensorError as error:
+                raise ValueError(
+                    f"{path} ({path.stat().st_size} bytes) is damaged or no safetensors file: {error}; copy it again"
+                ) from error
         return self._open[file]
 
     def _single(self) -> dict[str, str]:
@@ -65,11 +78,16 @@ class HFCheckpoint:
             raise FileNotFoundError(
                 f"{self.directory}: neither {SINGLE} nor {INDEX}; an HF safetensors checkpoint has one"
             )
-        self._open[SINGLE] = self._stack.enter_context(safe_open(path, framework="pt"))
-        return dict.fromkeys(self._open[SINGLE].keys(), SINGLE)
+        return dict.fromkeys(self._opened(SINGLE).keys(), SINGLE)
 
     def _sharded(self) -> dict[str, str]:
-        files = json.loads((self.directory / INDEX).read_text())["weight_map"]
+        index = self.directory / INDEX
+        try:
+            files = json.loads(index.read_text())["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{index}: expected JSON with a weight_map, got {type(error).__name__}: {error}"
+            ) from error
         missing = sorted(file for file in set(files.values()) if not (self.directory / file).exists())
         if missing:
             raise FileNotFoundError(f"{self.directory}: shards named in {INDEX} that are not there: {listing(missing)}")

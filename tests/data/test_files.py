@@ -90,6 +90,46 @@ def test_a_bad_line_is_named_before_the_run_starts(tmp_path, tokenizer, line, me
         make_source(config, seed=0, tokenizer=tokenizer)
 
 
+BAD_RESPONSES = [
+    ({"prompt": "a", "response": 5}, "the field 'response' (data.response_key) is 5; expected a string"),
+    ({"prompt": "a", "response": None}, "the field 'response' (data.response_key) is None; expected a string"),
+]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        *BAD_RESPONSES,
+        ({"prompt": "a", "answer": "b"}, "no field 'response' (data.response_key); the fields are prompt, "),
+    ],
+)
+def test_a_bad_response_is_named_before_a_supervised_run_starts(tmp_path, tokenizer, row, message):
+    config = jsonl(tmp_path / "a.jsonl", {"prompt": "a", "response": "b"}, row)
+    assert len(make_source(config, seed=0, tokenizer=tokenizer).batch(0, 2)) == 2  # sampled: no response is needed
+    with pytest.raises(ValueError, match=re.escape(f"a.jsonl:2: {message}")):
+        make_source(config, seed=0, tokenizer=tokenizer, responses=True)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "responses", "message"),
+    [
+        (["a", None, "c"], ["x", "y", "z"], "row 1: the field 'prompt' (data.prompt_key) is None"),
+        (["a", "b", ""], ["x", "y", "z"], "row 2: the field 'prompt' (data.prompt_key) is ''"),
+        (
+            ["a", "b", "c"],
+            ["x", "y", None],
+            "row 2: the field 'response' (data.response_key) is None; expected a string",
+        ),
+        (["a", "b", "c"], [1, 2, 3], "row 0: the field 'response' (data.response_key) is 1; expected a string"),
+    ],
+)
+def test_every_row_of_a_parquet_is_checked_before_the_run_starts(tmp_path, tokenizer, prompts, responses, message):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"prompt": prompts, "response": responses}), path, row_group_size=2)
+    with pytest.raises(ValueError, match=re.escape(f"a.parquet:{message}")):
+        make_source(DataConfig(source="parquet", path=str(path)), seed=0, tokenizer=tokenizer, responses=True)
+
+
 def test_missing_and_empty_files_are_named(tmp_path, tokenizer):
     for source in ("jsonl", "parquet"):
         config = DataConfig(source=source, path=str(tmp_path / "none"))

@@ -44,6 +44,7 @@ def test_too_long_tasks_are_drawn_anew(tokenizer):
         ("sort_digits", {"size": 3}, "'sort_digits' takes length"),
         ("sort_digits", {"length": 0}, "data.args.length = 0"),
         ("reasoning_gym:number_sort", {}, "reasoning-gym has no such data set; try number_sorting"),
+        ("reasoning_gym:zzz", {}, "no such data set; `reasoning_gym.factory.DATASETS` names its "),
         ("reasoning_gym:number_sorting", {"min_numbrs": 3}, "the data set 'number_sorting' refuses them"),
         ("reasoning_gym:number_sorting", {"min_numbers": 0}, "the data set 'number_sorting' refuses them"),
         ("reasoning_gym:number_sorting", {"seed": 0}, "the data set 'number_sorting' refuses them"),

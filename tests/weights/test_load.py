@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from megatron_gspo.config.schema import Dtype, LayoutConfig
 from megatron_gspo.weights.bind import bind
 from megatron_gspo.weights.load import load_hf
+from megatron_gspo.weights.source import HFCheckpoint
 from tests.ranks import run_ranks
 from tests.weights.models import built, write_checkpoint
 
@@ -33,6 +34,33 @@ def edited(source: Path, target: Path, edit: Callable[[Tensors], Any]) -> Path:
 def twice(tensors: Tensors) -> None:
     name = "model.layers.0.mlp.experts.{}.down_proj.weight"
     tensors["model.layers.0.mlp.experts.down_proj"] = torch.stack([tensors[name.format(e)] for e in range(4)])
+
+
+def test_a_file_that_is_cut_off_is_named(tmp_path):
+    checkpoint = tmp_path / "cut"
+    checkpoint.mkdir()
+    save_file({"a": torch.zeros(1000)}, checkpoint / SINGLE)
+    whole = (checkpoint / SINGLE).read_bytes()
+    (checkpoint / SINGLE).write_bytes(whole[:100])
+    with pytest.raises(
+        ValueError, match=r"cut/model.safetensors \(100 bytes\) is damaged or no safetensors file: .*copy"
+    ):
+        HFCheckpoint(checkpoint)
+
+
+def test_a_shard_and_an_index_that_disagree_are_named(tmp_path):
+    save_file({"a": torch.zeros(2)}, tmp_path / "model-1.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"b": "model-1.safetensors"}}')
+    with (
+        HFCheckpoint(tmp_path) as checkpoint,
+        pytest.raises(ValueError, match=r"model-1.safetensors: holds no b, which"),
+    ):
+        checkpoint.shape("b")
+    for text in ("{", "{}", "[]"):
+        index.write_text(text)
+        with pytest.raises(ValueError, match=r"index.json: expected JSON with a weight_map, got"):
+            HFCheckpoint(tmp_path)
 
 
 EDITS: dict[str, tuple[Callable[[Tensors], Any], list[str]]] = {
