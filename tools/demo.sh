@@ -6,7 +6,14 @@ run=.venv/bin
 
 echo "[demo] 1/3 a random Qwen3-MoE in HF format: runs/demo_policy"
 $run/python tools/make_demo_policy.py --out runs/demo_policy
-rm -rf runs/demo_sort_sft runs/demo_sort # of an earlier demo
+# Folders of an earlier demo are kept, each under the time at which it was moved aside.
+for folder in runs/demo_sort_sft runs/demo_sort; do
+    if [ -e "$folder" ]; then
+        aside="${folder}_before_$(date +%Y%m%d_%H%M%S)"
+        mv "$folder" "$aside"
+        echo "[demo] the earlier $folder is now $aside"
+    fi
+done
 echo "[demo] 2/3 warm start by supervised learning: recipes/demo_sort_sft.yaml"
 $run/megatron-gspo train recipes/demo_sort_sft.yaml
 echo "[demo] 3/3 GSPO: recipes/demo_sort.yaml"

@@ -13,21 +13,28 @@ is_312() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] !
 
 find_python() {
     local candidate
-    for candidate in "${PYTHON:-}" python3.12 python3 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python \
+    if [ -n "${PYTHON:-}" ]; then
+        printf '%s' "$PYTHON"
+        return
+    fi
+    for candidate in python3.12 python3 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python \
         /usr/local/bin/python3.12 /opt/*/bin/python3.12 "$HOME"/.local/share/uv/python/cpython-3.12*/bin/python3.12 \
         "$HOME"/*conda*/envs/*/bin/python3.12; do
-        if [ -n "$candidate" ] && is_312 "$candidate"; then
+        if is_312 "$candidate"; then
             printf '%s' "$candidate"
             return
         fi
     done
-    die "no Python 3.12 with venv found (tried \$PYTHON, PATH, pyenv, uv, conda, /opt). Install one, e.g.
+    die "no Python 3.12 with venv found (tried PATH, pyenv, uv, conda, /opt). Install one, e.g.
         'apt-get install python3.12 python3.12-venv', 'pyenv install 3.12' or 'uv python install 3.12',
         then run again, or name it: PYTHON=/path/to/python3.12 make ..."
 }
 
 fingerprint() { cat pyproject.toml tools/setup_venv.sh | sha256sum | cut -d' ' -f1; }
 
+[ -z "${PYTHON:-}" ] || is_312 "$PYTHON" ||
+    die "PYTHON=$PYTHON is no Python 3.12 with venv: $("$PYTHON" -V 2>&1 | tail -n 1)
+        Name another one, or leave PYTHON unset to have one looked for."
 if [ -x "$VENV/bin/python" ] && [ "$(cat "$VENV/.complete" 2>/dev/null)" = "$(fingerprint)" ]; then
     say "$VENV is up to date"
     exit 0
@@ -48,7 +55,8 @@ pip() { "$VENV/bin/python" -m pip "$@" --quiet --disable-pip-version-check --no-
 say "installing packages, about 6.5 GB in all (3 to 5 minutes) ..."
 pip install 'pip==26.3'
 say "  1/3 trainer, SGLang's requirements, development tools"
-pip install -e '.[tasks]' --group sglang-cpu --group dev
+# setuptools has a page to say about editable installs, of which nothing concerns this one.
+PYTHONWARNINGS='ignore:Editable installation' pip install -e '.[tasks]' --group sglang-cpu --group dev
 say "  2/3 SGLang itself, and what else must not choose its own torch"
 pip install --no-deps --group sglang-no-deps --group dev-no-deps
 say "  3/3 check that they import"
