@@ -25,6 +25,7 @@ from megatron_gspo.loop.checkpoints import (
 )
 
 _SCORES = "scores.safetensors"
+FULL_BYTES = 2**24  # what failed to be written was larger than what is left
 
 
 class CheckpointFailed(RuntimeError):
@@ -51,7 +52,7 @@ def save_checkpoint(
     target = checkpoint_dir(run_dir, state)
     partial = target.with_name(target.name + PARTIAL)
     first = dist.get_rank(group) == 0
-    with _named(f"saving {target} failed", "the checkpoints before it are whole: continue with --resume"):
+    with _named(f"saving {target} failed", lambda: f"{_room(run_dir)}; the checkpoints before it are whole"):
         if first:
             for left in partial_checkpoints(run_dir):  # by a run that was killed while saving
                 shutil.rmtree(left)
@@ -90,7 +91,7 @@ def load_newest(run_dir: Path, models: Mapping[str, Callable[[Path], None]]) -> 
     newest = whole[-1]
     state, path = read_state(newest), newest / _SCORES
     remedy = f"it is damaged, or this run is not its own; remove it to go on from {_before(whole)}"
-    with _named(f"the checkpoint {newest} cannot be read", remedy):
+    with _named(f"the checkpoint {newest} cannot be read", lambda: remedy):
         for name, load in models.items():
             load(newest / name)
         return state, load_file(path) if path.exists() else {}
@@ -105,8 +106,14 @@ def _before(whole: list[Path]) -> str:
     return f"the one before, {whole[-2].name}" if len(whole) > 1 else "the beginning, as there is none before it"
 
 
+def _room(run_dir: Path) -> str:
+    """Megatron's writer says that it failed, but not that the disk is full."""
+    free = shutil.disk_usage(run_dir).free
+    return "No space left on its disk" if free < FULL_BYTES else f"{free / 1e9:.1f} GB are free on its disk"
+
+
 @contextmanager
-def _named(failure: str, remedy: str) -> Iterator[None]:
+def _named(failure: str, remedy: Callable[[], str]) -> Iterator[None]:
     """Whatever the file formats below raise says which checkpoint it was. A ValueError of ours says so already."""
     try:
         yield
@@ -114,6 +121,6 @@ def _named(failure: str, remedy: str) -> Iterator[None]:
         raise
     except CheckpointException as error:  # no Exception, and its text is a traceback for each rank
         rank, (cause, _) = next(iter(error.failures.items()))
-        raise CheckpointFailed(f"{failure}: rank {rank}: {type(cause).__name__}: {cause}; {remedy}") from error
+        raise CheckpointFailed(f"{failure}: rank {rank}: {type(cause).__name__}: {cause}; {remedy()}") from error
     except Exception as error:
-        raise CheckpointFailed(f"{failure}: {type(error).__name__}: {error}; {remedy}") from error
+        raise CheckpointFailed(f"{failure}: {type(error).__name__}: {error}; {remedy()}") from error
