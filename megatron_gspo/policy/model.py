@@ -24,6 +24,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_gspo.config.schema import PolicyConfig
+from megatron_gspo.policy import router_loss
 from megatron_gspo.policy.cpu import on_gpu
 from megatron_gspo.policy.layout import Layout
 from megatron_gspo.policy.local_spec import local_block_spec
@@ -68,6 +69,7 @@ def build_model(hf_config: dict[str, Any], policy: PolicyConfig, layout: Layout)
     Random parameters depend on the layout (each rank draws its own shard): load weights for anything comparable.
     Raises ValueError for HF features that are not built and for refused `policy.megatron` fields.
     """
+    router_loss.install()
     config = transformer_config(hf_config, policy, layout)
     arguments = gpt_arguments(hf_config)
     padded = padded_vocab_size(hf_config["vocab_size"], layout.tp)

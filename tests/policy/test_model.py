@@ -82,6 +82,19 @@ def test_layout_changes_neither_loss_nor_gradients(name):
     _assert_same(_run(size, **layout), _one_rank(False))
 
 
+AUXILIARY = {"moe_aux_loss_coeff": 0.05, "moe_router_load_balancing_type": "aux_loss"}
+
+
+@pytest.mark.parametrize("name", ["tp2", "pp2", "cp2", "ep2", "tp2_etp2"])
+def test_auxiliary_loss_has_the_same_gradients_at_a_fixed_cut(name):
+    """Its statistics are those of a micro-batch, whose tokens TP and CP ranks share; the policy's own loss stays."""
+    size, layout = LAYOUTS[name]
+    expected = _run(1, megatron=AUXILIARY)
+    _assert_same(_run(size, megatron=AUXILIARY, **layout), expected)
+    assert expected[0] == _one_rank(False)[0]
+    assert any(not torch.equal(gradient, expected[1][key]) for key, gradient in _one_rank(False)[1].items())
+
+
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}])
 def test_tied_embeddings(layout):
     _assert_same(_run(2, tied=True, **layout), _one_rank(True))
