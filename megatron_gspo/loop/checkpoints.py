@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 STATE_FILE = "run_state.json"
 PARTIAL = ".partial"
 EXPORT_DIR = "hf"
+FULL_BYTES = 2**24  # what could not be written was larger than what is left
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,3 +61,14 @@ def exported_state(run_dir: Path) -> RunState | None:
     """The position at which the HF export was made, None where there is none or it does not say."""
     export = run_dir / EXPORT_DIR
     return read_state(export) if (export / STATE_FILE).is_file() else None
+
+
+def is_full(folder: Path) -> bool:
+    """Whether the disk of `folder` has no room for what a run writes."""
+    return shutil.disk_usage(folder).free < FULL_BYTES
+
+
+def describe_room(folder: Path) -> str:
+    """How much room is left; Megatron's writer says that it failed, but not that the disk is full."""
+    free = shutil.disk_usage(folder).free
+    return f"No space left on the disk of {folder}" if is_full(folder) else f"{free / 1e9:.1f} GB are free on its disk"

@@ -19,13 +19,13 @@ from megatron_gspo.loop.checkpoints import (
     STATE_FILE,
     RunState,
     checkpoint_dir,
+    describe_room,
     partial_checkpoints,
     read_state,
     whole_checkpoints,
 )
 
 _SCORES = "scores.safetensors"
-FULL_BYTES = 2**24  # what failed to be written was larger than what is left
 
 
 class CheckpointFailed(RuntimeError):
@@ -52,7 +52,7 @@ def save_checkpoint(
     target = checkpoint_dir(run_dir, state)
     partial = target.with_name(target.name + PARTIAL)
     first = dist.get_rank(group) == 0
-    with _named(f"saving {target} failed", lambda: f"{_room(run_dir)}; the checkpoints before it are whole"):
+    with _named(f"saving {target} failed", lambda: f"{describe_room(run_dir)}; the checkpoints before it are whole"):
         if first:
             for left in partial_checkpoints(run_dir):  # by a run that was killed while saving
                 shutil.rmtree(left)
@@ -104,12 +104,6 @@ def is_saved(run_dir: Path, state: RunState) -> bool:
 
 def _before(whole: list[Path]) -> str:
     return f"the one before, {whole[-2].name}" if len(whole) > 1 else "the beginning, as there is none before it"
-
-
-def _room(run_dir: Path) -> str:
-    """Megatron's writer says that it failed, but not that the disk is full."""
-    free = shutil.disk_usage(run_dir).free
-    return "No space left on its disk" if free < FULL_BYTES else f"{free / 1e9:.1f} GB are free on its disk"
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_gspo.loop.checkpoints import partial_checkpoints
+from megatron_gspo.loop.checkpoints import describe_room, is_full, partial_checkpoints
 from megatron_gspo.loop.environment import Environment
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -96,6 +96,10 @@ def _watch(workers: list[subprocess.Popen], logs: list[Path]) -> int:
             for rank in list(failed)[:2]:
                 print(f"[train] rank {rank} failed with exit code {failed[rank]}; see {logs[rank]}:")
                 print("".join(logs[rank].read_text().splitlines(keepends=True)[-LAST_WORDS:]), flush=True)
+            if is_full(logs[0].parent):  # the last words may not have found room either
+                print(
+                    f"[train] {describe_room(logs[0].parents[1])}: make room, then continue with --resume", flush=True
+                )
             return max(1, *failed.values())
         if all(code == 0 for code in codes):
             return 0

@@ -75,7 +75,7 @@ def test_a_failure_while_writing_leaves_the_older_checkpoint(tmp_path, monkeypat
         raise OSError("write failed")  # Megatron does not say why
 
     with pytest.raises(
-        AssertionError, match=r"saving .*step_000002_000 failed: OSError: write failed; No space left on its disk"
+        AssertionError, match=r"saving .*step_000002_000 failed: OSError: write failed; No space left on the disk of"
     ):
         run_ranks(1, lambda: _save(tmp_path, _at(2), write=fail, keep=1))
     assert load_newest(tmp_path, {})[0] == _at(1)
