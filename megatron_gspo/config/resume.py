@@ -14,6 +14,7 @@ FREE = (
     "observe",
     "reward.concurrency",
     "reward.on_error",
+    "reward.timeout_s",
     "rollout.engine",
     "rollout.max_concurrency",
     "rollout.replay",
