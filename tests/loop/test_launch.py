@@ -230,8 +230,9 @@ def test_joined_ranks_train_and_all_say_that_they_have(recipe):
     assert "already finished" in outputs[0] and outputs[1] == ""
 
 
-def test_a_refusal_of_rank_0_reaches_the_others(copy):
-    outputs = [finish(process, code=2) for process in start_ranks([copy, copy])]
+def test_a_refusal_of_rank_0_reaches_the_others(recipe):
+    (run_dir(recipe) / "hf").mkdir(parents=True)
+    outputs = [finish(process, code=2) for process in start_ranks([recipe, recipe])]
     assert "already holds a run" in outputs[0]
 
 
