@@ -5,12 +5,22 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 run=.venv/bin
 
-if [[ ! -e runs/demo_sort_sft/hf/config.json ]]; then
+# What an earlier run left stays, under the time at which it was moved aside.
+move_aside() {
+    if [ -e "$1" ]; then
+        aside="$1_before_$(date +%Y%m%d_%H%M%S)"
+        mv "$1" "$aside"
+        echo "[compare] the earlier $1 is now $aside"
+    fi
+}
+
+if [ ! -e runs/demo_sort_sft/hf/config.json ]; then
+    echo "[compare] the demo's warm start: recipes/demo_sort_sft.yaml"
     $run/python tools/make_demo_policy.py --out runs/demo_policy
-    rm -rf runs/demo_sort_sft # of a warm start that was stopped
+    move_aside runs/demo_sort_sft
     $run/megatron-gspo train recipes/demo_sort_sft.yaml
 fi
-rm -rf runs/compare # of an earlier comparison
+move_aside runs/compare
 for objective in gspo grpo sapo; do
     echo "[compare] $objective: recipes/compare/$objective.yaml"
     $run/megatron-gspo train "recipes/compare/$objective.yaml" "$@"
