@@ -22,7 +22,7 @@ def objective_formula(recipe: Recipe) -> str:
     name = "gspo_token" if recipe.objective.name == "gspo" and recipe.correction else recipe.objective.name
     title, term, definitions = FORMULAS[name](recipe.objective)
     lines = [f"J(θ) = {_sum(recipe)} {_weighted(recipe, term)}"]
-    lines += [*definitions, *_correction(recipe.correction), *_reference(recipe), *_advantage(recipe)]
+    lines += [*definitions, *_correction(recipe.correction), *_reference(recipe), *_advantage(recipe, term)]
     rollout, batch = cast(RolloutConfig, recipe.rollout), recipe.batch
     where = [
         f"N = {batch.prompts * batch.samples // batch.mini_batches} sequences per optimizer step: "
@@ -85,7 +85,7 @@ def _vespo(o: Any) -> Term:
 def _dppo(o: Any) -> Term:
     tv, kl = "|π_θ(yᵢₜ) - π_old(yᵢₜ)|", "KL( {π_old(yᵢₜ), rest} || {π_θ(yᵢₜ), rest} )"
     definitions = [
-        f"Mᵢₜ = 0 where D > {o.delta:g} and (Âᵢₜ > 0, rᵢₜ > 1 or Âᵢₜ < 0, rᵢₜ < 1), else 1",
+        f"Mᵢₜ = 0 where D > {o.threshold:g} and (Âᵢₜ > 0, rᵢₜ > 1 or Âᵢₜ < 0, rᵢₜ < 1), else 1",
         f"D = {tv if o.divergence == 'tv' else kl}",
         _RATIO,
     ]
@@ -192,7 +192,7 @@ def _reference(recipe: Recipe) -> list[str]:
     ]
 
 
-def _advantage(recipe: Recipe) -> list[str]:
+def _advantage(recipe: Recipe, term: str) -> list[str]:
     section = cast(AdvantageConfig, recipe.advantage)
     if isinstance(section, GaeConfig):
         whitened = ", then shifted and scaled to mean 0, std 1 over the batch's tokens" if section.whiten else ""
@@ -201,10 +201,12 @@ def _advantage(recipe: Recipe) -> list[str]:
             f"δᵢₜ = rewardᵢₜ + {section.gamma:g} V(yᵢ,≤ₜ) - V(yᵢ,<ₜ);  rewardᵢₜ = rᵢ at the last token, else 0",
         ]
     group = f"r₁ … r_G of the G = {recipe.batch.samples} responses to one prompt"
+    name = "Âᵢₜ" if "Âᵢₜ" in term else "Âᵢ"
+    if isinstance(section, GroupConfig) and section.normalize_std:
+        return [f"{name} = (rᵢ - mean(r₁ … r_G)) / (std(r₁ … r_G) + {section.eps:g}), std over G - 1;  {group}"]
     if isinstance(section, GroupConfig):
-        std = f" / (std(r₁ … r_G) + {section.eps:g}), std over G - 1" if section.normalize_std else ""
-        return [f"Âᵢ = (rᵢ - mean(r₁ … r_G)){std};  {group}"]
-    return [f"Âᵢ = rᵢ - mean of the other r;  {group}"]
+        return [f"{name} = rᵢ - mean(r₁ … r_G);  {group}"]
+    return [f"{name} = rᵢ - mean of the other r;  {group}"]
 
 
 def _critic(recipe: Recipe) -> str:

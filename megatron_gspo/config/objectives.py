@@ -49,7 +49,10 @@ class KlConfig:
     """A penalty on the divergence from a fixed reference policy, inside the loss."""
 
     coef: float = key("weight of the penalty (GRPO's paper: 0.04)", 0.04, gt=0)
-    estimator: KlEstimator = key("k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, of d = log(pi / pi_ref)", KlEstimator.k3)
+    estimator: KlEstimator = key(
+        "of d = log(pi / pi_ref): k1 = d (whose gradient is 0 on average), k2 = d^2 / 2, k3 = exp(-d) - 1 + d",
+        KlEstimator.k3,
+    )
     reference: str | None = key("directory of the reference policy's HF checkpoint; null is policy.hf", None)
 
 
@@ -75,6 +78,7 @@ class PolicyObjective(ObjectiveConfig):
     token_advantages: advantages may differ along a response.
     anchored_to_rollout: pi_old is the rollout engine's policy, and nothing is scored before the update.
     uses_rollout_logp: the formula itself holds the rollout engine's log-probabilities.
+    checked_ratios: the metrics whose absolute values an unchanged policy must keep within `on_policy_bound`.
     """
 
     sections: ClassVar[frozenset[str]] = frozenset({"advantage", "rollout", "reward"})
@@ -83,6 +87,7 @@ class PolicyObjective(ObjectiveConfig):
     token_advantages: ClassVar[bool] = True
     anchored_to_rollout: ClassVar[bool] = False
     uses_rollout_logp: ClassVar[bool] = False
+    checked_ratios: ClassVar[tuple[str, ...]] = ("abs_log_ratio_max",)
 
     kl: KlConfig | None = key("penalty on the divergence from a reference policy; null is none", None)
     on_policy_check: OnRatio = key(
@@ -184,7 +189,7 @@ class CispoConfig(PolicyObjective):
     """Clipped Importance Sampling Policy Optimization (arXiv 2506.13585, equations 4 and 5)."""
 
     name: str = key("the objective", "cispo")
-    clip_high: float = key("token weights above 1 + clip_high are clipped (ScaleRL: 4)", 4.0, gt=0)
+    clip_high: float = key("token weights count as at most 1 + clip_high", 4.0, gt=0)
     aggregation: Aggregation = key("how tokens add up", Aggregation.token_mean)
 
 
@@ -204,6 +209,8 @@ class VespoConfig(PolicyObjective):
     """Variational Sequence-level Soft Policy Optimization (arXiv 2602.10693)."""
 
     token_advantages: ClassVar[bool] = False
+    # Its own ratio is a product over all tokens, of which rounding alone makes a large number.
+    checked_ratios: ClassVar[tuple[str, ...]] = ("token_log_ratio_min", "token_log_ratio_max")
 
     name: str = key("the objective", "vespo")
     k_pos: float = key("power of the sequence ratio where the advantage is not negative", 2.0, gt=0)
@@ -223,9 +230,18 @@ class DppoConfig(PolicyObjective):
 
     name: str = key("the objective", "dppo")
     divergence: Divergence = key("divergence of the sampled token's probability", Divergence.tv)
-    delta: float = key("steps away from the engine's policy are masked beyond it (paper: tv 0.2, kl 0.05)", 0.2, gt=0)
+    delta: float | None = key(
+        "steps away from the engine's policy are masked beyond it; null is the paper's: 0.2 for tv, 0.05 for kl",
+        None,
+        gt=0,
+    )
     max_ratio: float = key("token ratios count as at most this", 5.0, ge=1)
     aggregation: Aggregation = key("how tokens add up", Aggregation.token_mean)
+
+    @property
+    def threshold(self) -> float:
+        """The divergence beyond which steps away are masked."""
+        return {Divergence.tv: 0.2, Divergence.kl: 0.05}[self.divergence] if self.delta is None else self.delta
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +254,7 @@ class MinirlConfig(PolicyObjective):
 
     name: str = key("the objective", "minirl")
     clip_low: float = key(
-        "tokens with a negative advantage are masked where the ratio is below 1 - clip_low", 0.2, gt=0
+        "tokens with a negative advantage are masked where the ratio is below 1 - clip_low", 0.2, gt=0, lt=1
     )
     clip_high: float = key(
         "tokens with a positive advantage are masked where the ratio is above 1 + clip_high", 0.27, gt=0

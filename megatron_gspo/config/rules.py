@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from omegaconf import MISSING
 
 from megatron_gspo.config.advantage import AdvantageConfig, GaeConfig, GroupConfig
-from megatron_gspo.config.correction import CorrectionConfig
+from megatron_gspo.config.correction import CorrectionConfig, Level
 from megatron_gspo.config.objectives import PolicyObjective, PpoConfig
 from megatron_gspo.config.problem import Problem, divisors, show
 from megatron_gspo.config.reflect import keys, leaves, value_at
@@ -80,12 +80,29 @@ def advantage(recipe: Recipe) -> Iterator[Problem]:
         yield from _unused(recipe, "advantage.eps", "advantages are not divided by a standard deviation")
 
 
+def on_policy_check(recipe: Recipe) -> Iterator[Problem]:
+    objective = recipe.objective
+    if not isinstance(objective, PolicyObjective):
+        return
+    path = "objective.on_policy_check"
+    if objective.anchored_to_rollout:
+        yield from _unused(recipe, path, f"the objective '{objective.name}' compares with the rollout engine's policy")
+    elif recipe.batch.mini_batches == 1:
+        yield from _unused(recipe, path, "batch.mini_batches is 1, so that every ratio is 1")
+
+
 def correction(recipe: Recipe) -> Iterator[Problem]:
     section = recipe.correction
     if section is None:
         return
     if not any((section.truncate, section.icepop, section.sequence_mask, section.opsm)):
         yield Problem(key="correction", reason="corrects nothing", hint="add truncate, icepop, sequence_mask or opsm")
+    if recipe.objective.name == "gmpo":
+        for name in ("truncate", "icepop"):
+            weight = getattr(section, name)
+            if weight and weight.level is Level.token:
+                reason = "the objective 'gmpo' has one term per response, whose tokens cannot be weighed one by one"
+                yield _refuse(recipe, f"correction.{name}.level", reason, "valid: sequence, sequence_product")
     if section.truncate and section.icepop:
         reason = "both weigh terms by pi_old / pi_rollout"
         yield Problem(key="correction.truncate", reason=f"together with correction.icepop, {reason}", hint="choose one")
@@ -258,6 +275,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     batch_size,
     group_size,
     advantage,
+    on_policy_check,
     correction,
     mini_batches,
     routing_changes,

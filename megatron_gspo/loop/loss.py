@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_gspo import objective as math
+from megatron_gspo import objective as mathematics
 from megatron_gspo.batch.shard import MicroBatch
 from megatron_gspo.config import CorrectionConfig, PolicyObjective, Recipe
 from megatron_gspo.objective import Correction, Metric, Objective, Tokens, Totals
@@ -42,7 +42,7 @@ def make_loss(recipe: Recipe, terms: MiniBatchTerms) -> LossFn:
 
 def _sft(terms: MiniBatchTerms) -> LossFn:
     def loss(micro_batch: MicroBatch, number: int, logp: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Metric]]:
-        return math.sft_loss(logp, micro_batch.loss_mask, num_tokens=terms.totals.num_tokens)
+        return mathematics.sft_loss(logp, micro_batch.loss_mask, num_tokens=terms.totals.num_tokens)
 
     return loss
 
@@ -55,10 +55,10 @@ def _policy(config: PolicyObjective, section: CorrectionConfig | None, terms: Mi
 
     def loss(micro_batch: MicroBatch, number: int, logp: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Metric]]:
         tokens = _tokens(micro_batch, number, logp, config, terms, uses_rollout=uses_rollout)
-        weights = math.token_weights(aggregation, tokens.trained_lens, terms.totals)
-        value, metrics = math.policy_loss(tokens, objective, weights, corrections=corrections, kl=kl)
+        weights = mathematics.token_weights(aggregation, tokens.trained_lens, terms.totals)
+        value, metrics = mathematics.policy_loss(tokens, objective, weights, corrections=corrections, kl=kl)
         scored = logp.detach() if terms.old_logp is None else terms.old_logp[number]
-        return value, metrics | math.policy_diagnostics(
+        return value, metrics | mathematics.policy_diagnostics(
             scored, entropy.detach(), micro_batch.rollout_logprobs, micro_batch.loss_mask
         )
 
@@ -112,25 +112,25 @@ def _bind(function: Callable[..., Any], section: Any) -> Any:
     return partial(function, **{name: getattr(section, name) for name in names})
 
 
-_OBJECTIVES: dict[str, Callable[..., math.Surrogate]] = {
-    "gspo": math.gspo_token,
-    "gspo_token": math.gspo_token,
-    "grpo": math.clipped_tokens,
-    "ppo": math.clipped_tokens,
-    "dapo": math.clipped_tokens,
-    "dr_grpo": math.clipped_tokens,
-    "sapo": math.sapo,
-    "cispo": math.cispo,
-    "gmpo": math.gmpo,
-    "vespo": math.vespo,
-    "dppo": math.dppo,
-    "minirl": math.minirl,
+_OBJECTIVES: dict[str, Callable[..., mathematics.Surrogate]] = {
+    "gspo": mathematics.gspo_token,
+    "gspo_token": mathematics.gspo_token,
+    "grpo": mathematics.clipped_tokens,
+    "ppo": mathematics.clipped_tokens,
+    "dapo": mathematics.clipped_tokens,
+    "dr_grpo": mathematics.clipped_tokens,
+    "sapo": mathematics.sapo,
+    "cispo": mathematics.cispo,
+    "gmpo": mathematics.gmpo,
+    "vespo": mathematics.vespo,
+    "dppo": mathematics.dppo,
+    "minirl": mathematics.minirl,
 }
 _CORRECTIONS: dict[str, Callable[..., Any]] = {
-    "truncate": math.truncated_importance_sampling,
-    "icepop": math.icepop,
-    "sequence_mask": math.sequence_mask,
-    "opsm": math.off_policy_sequence_mask,
+    "truncate": mathematics.truncated_importance_sampling,
+    "icepop": mathematics.icepop,
+    "sequence_mask": mathematics.sequence_mask,
+    "opsm": mathematics.off_policy_sequence_mask,
 }
 
 

@@ -7,7 +7,6 @@ stale weights); training would then clip on noise.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,14 +25,15 @@ class OffPolicy(RuntimeError):
 def check_on_policy(config: ObjectiveConfig, metrics: Sequence[dict[str, Any]], control: dist.ProcessGroup) -> None:
     """Compare the largest |log ratio| of a step's first mini-batch with a tenth of the smaller clip bound.
 
+    Sequences with a bad value have no ratio; they are counted as `num_bad_sequences`.
+
     metrics: of this rank's micro-batches, empty off the last pipeline stage. Collective over all ranks of `control`;
     all raise OffPolicy together, before any parameter has changed.
     """
     if not isinstance(config, PolicyObjective):
         return
-    largest = torch.tensor([max((float(m["abs_log_ratio_max"].value) for m in metrics), default=0.0)])
-    if any(metric["num_bad_sequences"].flags.any() for metric in metrics):
-        largest.fill_(math.inf)  # nan or infinite log-probabilities: such sequences have no ratio
+    found = [abs(float(metric[name].value)) for metric in metrics for name in config.checked_ratios]
+    largest = torch.tensor([max(found, default=0.0)])
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=control)
     bound = config.on_policy_bound
     if largest.item() <= bound:

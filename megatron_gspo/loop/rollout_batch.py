@@ -97,8 +97,7 @@ class BatchSampler:
         dynamic = self._rollout.dynamic_sampling
 
         async def reward(number: int, sample: Sample) -> Mapping[str, float]:
-            scores = await self._reward(prompts[number], self._text(sample.output_ids.tolist()))
-            return self._shaped(scores, len(sample.output_ids))
+            return await self._reward(prompts[number], self._text(sample.output_ids.tolist()))
 
         def replace(number: int, attempt: int) -> Sequence[int]:
             prompts[number] = self._source.replacement(step, len(prompts), number, attempt)
@@ -122,17 +121,18 @@ class BatchSampler:
                 reward_concurrency=self._reward_config.concurrency,
                 on_reward_error=self._reward_config.on_error,
                 on_progress=on_progress,
+                shape=self._shaped,
                 replace=replace if dynamic else None,
                 max_attempts=dynamic.max_attempts if dynamic else 1,
                 train_cut_short=self._rollout.train_cut_short,
             )
 
-    def _shaped(self, scores: Mapping[str, float], length: int) -> Mapping[str, float]:
-        """`scores` of a response of `length` tokens with the punishment of long ones, where the recipe asks for it."""
+    def _shaped(self, scores: Mapping[str, float], sample: Sample) -> Mapping[str, float]:
+        """`scores` of a response with the punishment of long ones, where the recipe asks for it."""
         if self._overlong is None:
             return scores
         penalty = self._overlong.weight * overlong_penalty(
-            length, max_tokens=self._rollout.max_new_tokens, buffer=self._overlong.buffer
+            len(sample.output_ids), max_tokens=self._rollout.max_new_tokens, buffer=self._overlong.buffer
         )
         return {**scores, "reward": scores["reward"] + penalty, "overlong": penalty}
 

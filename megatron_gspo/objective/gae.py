@@ -84,14 +84,16 @@ def _reverse_scan(values: Tensor, factors: Tensor) -> Tensor:
 
 
 def _whitened(advantages: Tensor, counts: Tensor) -> Tensor:
-    """(A - mean) / std over the entries that count. Taken above the lowest: rounding in the mean is no deviation."""
+    """(A - mean) / sqrt(var + 1e-8) over the entries that count: deviations of 1e-4 and less stay small.
+
+    Taken above the lowest: rounding in the mean is no deviation.
+    """
     kept = advantages[counts]
     if not kept.numel():
         return advantages
     above = advantages - kept.min()
     deviation = above - above[counts].mean()
-    std = deviation[counts].square().mean().sqrt()
-    return torch.where(std > 0, deviation / std, 0.0)
+    return deviation / (deviation[counts].square().mean() + 1e-8).sqrt()
 
 
 def _scattered(values: Tensor, mask: Tensor) -> Tensor:

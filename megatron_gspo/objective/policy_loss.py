@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from megatron_gspo.objective.correction import Correction, apply_corrections
 from megatron_gspo.objective.diagnostics import ratio_diagnostics
 from megatron_gspo.objective.metrics import Metric, Sum, TokenMean
 from megatron_gspo.objective.reference import kl_penalty
+from megatron_gspo.objective.slope import with_slope
 from megatron_gspo.objective.surrogate import Objective
 from megatron_gspo.objective.tokens import Tokens, importance_ratios
 
@@ -48,19 +48,4 @@ def policy_loss(
         loss = loss + beta * torch.dot(weight, penalty)
         slope -= beta * weight * penalty_slope
         metrics["kl_reference"] = TokenMean(penalty.sum(), x.used.double().sum())
-    return loss - _Slope.apply(x.tokens.logp, slope), {"loss": Sum(loss), **metrics, **ratio_diagnostics(x, term)}
-
-
-class _Slope(torch.autograd.Function):
-    """Exactly 0, with a given gradient [t] for log pi; beyond its dtype the largest, as an infinity ends in nan."""
-
-    @staticmethod
-    def forward(ctx: Any, logp: Tensor, slope: Tensor) -> Tensor:
-        largest = torch.finfo(logp.dtype).max
-        ctx.save_for_backward(slope.to(logp.dtype).clamp_(-largest, largest))
-        return slope.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (slope,) = ctx.saved_tensors
-        return slope * grad.to(slope.dtype), None
+    return loss + with_slope(x.tokens.logp, -slope), {"loss": Sum(loss), **metrics, **ratio_diagnostics(x, term)}

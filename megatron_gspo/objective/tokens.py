@@ -62,10 +62,9 @@ class Ratios:
     """Importance ratios of `Tokens`, all detached; float64 unless said.
 
     used [t] bool: trained tokens of valid sequences. sequence [t] int64: the token's sequence; m is padding.
-    log_ratio [t]: log(pi / pi_old); -inf (a new probability of 0) is a value. log_gap [t]: log(pi_old / pi_rollout).
-    Both are 0 where a token is not used, and the gap where the rollout's log-probabilities are not given.
+    log_ratio [t]: log(pi / pi_old), 0 where a token is not used; -inf (a new probability of 0) is a value.
     advantages [t]: A_it, finite everywhere.
-    log_s [m]: mean of log_ratio over a sequence's trained tokens on all CP ranks. gap_mean [m]: of log_gap.
+    log_s [m]: mean of log_ratio over a sequence's trained tokens on all CP ranks.
     lens [m]: |y_i|. valid, bad [m] bool: a valid sequence has trained tokens and no bad value. A bad one has a
     log-probability that no probability gives (nan, +inf), or of -inf in a policy other than the trained one, at a
     trained token; it is never used, and reported.
@@ -74,14 +73,28 @@ class Ratios:
     used: Tensor
     sequence: Tensor
     log_ratio: Tensor
-    log_gap: Tensor
     advantages: Tensor
     log_s: Tensor
-    gap_mean: Tensor
     lens: Tensor
     valid: Tensor
     bad: Tensor
     tokens: Tokens
+    gap: tuple[Tensor, Tensor] | None
+
+    @property
+    def log_gap(self) -> Tensor:
+        """[t]: log(pi_old / pi_rollout) of used tokens, else 0. ValueError without the rollout's log-probabilities."""
+        return self._gap()[0]
+
+    @property
+    def gap_mean(self) -> Tensor:
+        """[m]: mean of log_gap over a sequence's trained tokens on all CP ranks. ValueError as for log_gap."""
+        return self._gap()[1]
+
+    def _gap(self) -> tuple[Tensor, Tensor]:
+        if self.gap is None:
+            raise ValueError("Tokens.rollout_logp is None, and the gap to the rollout engine is asked for: give them")
+        return self.gap
 
     @cached_property
     def logp(self) -> Tensor:
@@ -128,7 +141,7 @@ def importance_ratios(tokens: Tokens) -> Ratios:
     bad = ~(sums < torch.inf).all(0)
     valid = (tokens.trained_lens > 0) & ~bad
     means = torch.where(valid, sums, 0.0) / tokens.trained_lens.clamp(min=1)
-    sequence = _sequence_of_token(tokens)
+    sequence = sequence_of_token(tokens.offsets, tokens.mask.numel())
     used = tokens.mask & torch.cat([valid, valid.new_zeros(1)])[sequence]
     unused = ~used
     for summand in summands:  # the tokens of bad sequences go too
@@ -139,14 +152,13 @@ def importance_ratios(tokens: Tokens) -> Ratios:
         used=used,
         sequence=sequence,
         log_ratio=log_ratio.clamp_(max=MAX_LOG_RATIO),
-        log_gap=summands[1] if len(summands) > 1 else torch.zeros_like(log_ratio),
         advantages=advantages if per_token else torch.cat([advantages, advantages.new_zeros(1)])[sequence],
         log_s=means[0].clamp(max=MAX_LOG_RATIO),
-        gap_mean=means[1] if len(means) > 1 else torch.zeros_like(means[0]),
         lens=tokens.trained_lens,
         valid=valid,
         bad=bad,
         tokens=tokens,
+        gap=(summands[1], means[1]) if tokens.rollout_logp is not None else None,
     )
 
 
@@ -158,9 +170,10 @@ def _sequence_sums(values: Sequence[Tensor], tokens: Tokens) -> Tensor:
     return sums
 
 
-def _sequence_of_token(tokens: Tokens) -> Tensor:
-    lens = torch.cat([tokens.offsets.diff(), tokens.mask.numel() - tokens.offsets[-1:]])
-    return torch.repeat_interleave(lens, output_size=tokens.mask.numel())
+def sequence_of_token(offsets: Tensor, t: int) -> Tensor:
+    """[t] int64: which of the m sequences each of t tokens belongs to; m for padding. offsets [m+1] int64."""
+    lens = torch.cat([offsets.diff(), t - offsets[-1:]])
+    return torch.repeat_interleave(lens, output_size=t)
 
 
 def check_shapes(what: str, size: int, **tensors: Tensor) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megatron_gspo.objective.metrics import Metric, Scope, SequenceFlags, Sum, TokenMean
 from megatron_gspo.objective.segment import segment_sum
-from megatron_gspo.objective.tokens import check_shapes
+from megatron_gspo.objective.slope import with_slope
+from megatron_gspo.objective.tokens import check_shapes, sequence_of_token
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +106,7 @@ def value_loss(tokens: ValueTokens, *, num_tokens: int, clip: float | None) -> t
         "explained_variance": ExplainedVariance.of(returns, error, used),
         "num_bad_sequences": SequenceFlags(tokens.rows, bad),
     }
-    return loss + _with_slope(slope / max(num_tokens, 1), tokens.values, used), metrics
+    return loss + with_slope(tokens.values, slope / max(num_tokens, 1)), metrics
 
 
 def _bad_sequences(tokens: ValueTokens) -> Tensor:
@@ -119,11 +120,4 @@ def _bad_sequences(tokens: ValueTokens) -> Tensor:
 
 def _spread(flags: Tensor, tokens: ValueTokens) -> Tensor:
     """[t]: every token's own of `flags` [m] bool; False for padding."""
-    lens = torch.cat([tokens.offsets.diff(), tokens.mask.numel() - tokens.offsets[-1:]])
-    return torch.repeat_interleave(torch.cat([flags, flags.new_zeros(1)]), lens, output_size=tokens.mask.numel())
-
-
-def _with_slope(slope: Tensor, values: Tensor, used: Tensor) -> Tensor:
-    """Exactly 0, with the gradient `slope` [t] for the values that are used."""
-    product = torch.dot(slope.to(values.dtype), torch.where(used, values, 0.0))
-    return (product - product.detach()).double()
+    return torch.cat([flags, flags.new_zeros(1)])[sequence_of_token(tokens.offsets, tokens.mask.numel())]

@@ -1,7 +1,7 @@
 """Log-probability and entropy of labels under a vocabulary-parallel output layer, without holding all logits.
 
 Megatron's own cross-entropies do not serve: one overwrites fp32 logits in place, the fused one rounds gradients to
-bf16, and neither knows temperature, entropy or padding rows of the vocabulary.
+bf16 whatever the parameters are, and neither knows temperature, entropy or padding rows of the vocabulary.
 
 Logits exist in tiles of some tokens by some vocabulary rows, in fp32, and are computed again in the backward pass:
 memory beyond the gradients is two tiles, whatever the number of tokens and the size of the vocabulary. Tiles are taken
@@ -44,7 +44,9 @@ class LogprobContext:
 def logprob_output_processor(
     *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, context: LogprobContext, **_: Any
 ) -> Tensor:
-    """GPTModel's `output_processor`: [2, t] fp32, the labels' log-probabilities and the entropies, with their graph.
+    """GPTModel's `output_processor`: [2, t] fp32, the labels' log-probabilities with their graph, and the entropies.
+
+    Entropies are for reports: a gradient of zeros for them would cost three passes over all logits.
 
     hidden_states: [t, 1, h], or [t / tp, 1, h] under sequence parallelism. output_weight: the tied embedding, if tied.
     A collective over the tensor-parallel group, in the backward pass too.
@@ -54,7 +56,8 @@ def logprob_output_processor(
     else:
         hidden = copy_to_tensor_model_parallel_region(hidden_states, group=context.tp_group)
     weight = output_layer.weight if output_weight is None else output_weight
-    return torch.stack(linear_logprob(hidden.squeeze(1), weight, context))
+    logp, entropy = linear_logprob(hidden.squeeze(1), weight, context)
+    return torch.stack([logp, entropy.detach()])
 
 
 def linear_logprob(hidden: Tensor, weight: Tensor, context: LogprobContext) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,9 @@ Reward = Callable[[int, Sample], Awaitable[Mapping[str, float]]]
 Progress = Callable[[int, int], None]
 """Finished and all responses of the batch."""
 
+Shape = Callable[[Mapping[str, float], Sample], Mapping[str, float]]
+"""What a response's length makes of its reward and metrics."""
+
 Replace = Callable[[int, int], Sequence[int]]
 """Prompt number and attempt (from 1) to the token ids of the prompt that takes its place."""
 
@@ -57,6 +60,7 @@ async def sample_batch(
     reward_concurrency: int,
     on_reward_error: OnRewardError,
     on_progress: Progress = lambda done, total: None,
+    shape: Shape = lambda scores, sample: scores,
     replace: Replace | None = None,
     max_attempts: int = 1,
     train_cut_short: bool = True,
@@ -68,7 +72,8 @@ async def sample_batch(
     and ServerError for a response that the server aborts again and again.
 
     With `replace`, a group with equal rewards is discarded and another prompt takes its place, up to `max_attempts`
-    prompts for one place; the last one stays. Unless `train_cut_short`, responses at the token limit train on nothing.
+    prompts for one place; the last one stays. `shape` is applied to the rewards of groups that stay. Unless
+    `train_cut_short`, responses at the token limit train on nothing.
     """
     slots = asyncio.Semaphore(reward_concurrency)
     failures: list[RewardFailure] = []
@@ -97,7 +102,7 @@ async def sample_batch(
                 break
         done += n
         on_progress(done, n * len(prompts))
-        return list(zip(samples, rewards, strict=True))
+        return [(sample, shape(scores, sample)) for sample, scores in zip(samples, rewards, strict=True)]
 
     async with asyncio.TaskGroup() as tasks:  # one failure cancels the others
         groups = [tasks.create_task(group(number)) for number in range(len(prompts))]

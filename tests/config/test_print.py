@@ -83,7 +83,7 @@ def test_gspo_formula_has_the_recipes_numbers(tmp_path):
 def test_gspo_formula_follows_the_choices(tmp_path):
     overrides = ["batch.mini_batches=1", "advantage.normalize_std=false", "rollout.top_p=0.9", "rollout.top_k=50"]
     text = objective_formula(load_recipe(write(tmp_path, GSPO), overrides))
-    assert "Âᵢ   = (rᵢ - mean(r₁ … r_G));" in text
+    assert "Âᵢ   = rᵢ - mean(r₁ … r_G);" in text
     assert "π_old = sg(π_θ)" in text
     assert "sampled with top_p 0.9 and top_k 50" in text
 

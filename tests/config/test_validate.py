@@ -121,6 +121,18 @@ GSPO_CONTRADICTIONS = [
     ),
     (
         "  name: gspo\nadvantage: {}",
+        "  name: gmpo\ncorrection: {icepop: {}}",
+        "r.yaml:10: correction.icepop.level = token (default): the objective 'gmpo' has one term per response, whose "
+        "tokens cannot be weighed one by one; valid: sequence, sequence_product",
+    ),
+    (
+        "  name: gspo",
+        "  name: dppo\n  on_policy_check: warn",
+        "r.yaml:10: objective.on_policy_check = warn: has no effect: the objective 'dppo' compares with the rollout "
+        "engine's policy; remove it (default stop)",
+    ),
+    (
+        "  name: gspo\nadvantage: {}",
         "  name: dppo\ncorrection: {truncate: {}}",
         "r.yaml:10: correction: the objective 'dppo' does not use this section; remove it, or set correction: null",
     ),

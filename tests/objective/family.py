@@ -75,7 +75,7 @@ FAMILY: dict[str, Member] = {
     "vespo": Member(
         partial(vespo, k_pos=2.0, lambda_pos=3.0, k_neg=3.0, lambda_neg=2.0), "token_mean", token_advantages=False
     ),
-    "dppo_tv": Member(partial(dppo, divergence="tv", delta=0.05, max_ratio=1.1), "token_mean"),
-    "dppo_kl": Member(partial(dppo, divergence="kl", delta=0.005, max_ratio=1.1), "token_mean"),
+    "dppo_tv": Member(partial(dppo, divergence="tv", threshold=0.05, max_ratio=1.1), "token_mean"),
+    "dppo_kl": Member(partial(dppo, divergence="kl", threshold=0.005, max_ratio=1.1), "token_mean"),
     "minirl": Member(partial(minirl, clip_low=0.1, clip_high=0.15, max_weight=1.2), "sequence_sum"),
 }

@@ -62,7 +62,7 @@ def log_bound(objective: Callable[..., Objective], log_ratio: float, ulps: int) 
 def divergence_bound(objective: Callable[..., Objective], log_ratio: float, ulps: int) -> Objective:
     new = torch.tensor(-1 + log_ratio, dtype=torch.float64).exp()
     distance = (new - torch.tensor(-1.0, dtype=torch.float64).exp()).abs().item()
-    return partial(objective, delta=math.nextafter(distance, 0.0) if ulps else distance)
+    return partial(objective, threshold=math.nextafter(distance, 0.0) if ulps else distance)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def _step(policy: PolicyConfig, hf: dict[str, Any]):
 
     def loss(micro_batch, number, logp, entropy):
         weight = (1.0 + 0.1 * micro_batch.position_ids[0]) * micro_batch.loss_mask
-        value = (logp * weight + 0.3 * entropy * weight).sum() / sum(tiny.LENS)
+        value = (logp * weight).sum() / sum(tiny.LENS)
         return value, {"loss": float(value.detach())}
 
     metrics = stepper.forward_backward(tiny.micro_batches(layout), loss, num_tokens=sum(tiny.LENS))

@@ -138,3 +138,19 @@ def test_responses_cut_short_can_be_kept_from_training():
     assert rollout.index.trained_lens.tolist() == [2, 0, 1, 3]
     assert rollout.index.response_lens.tolist() == [2, 1, 1, 3]
     assert rollout.trajectories.loss_mask.int().tolist() == [0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 0, 1, 1, 1]
+
+
+def test_dynamic_sampling_judges_the_reward_before_its_shape():
+    """A group that is all wrong teaches nothing, though its lengths make a difference to what it is worth."""
+    wrong = [response(7), response(8, 9)]
+    client = Scripted({1: [wrong], 10: [wrong], 4: [wrong], 11: [wrong]})
+
+    async def nothing(prompt, sample):
+        return {"reward": 0.0}
+
+    def shape(scores, sample):
+        return {**scores, "reward": scores["reward"] - len(sample.output_ids)}
+
+    rollout = sample(client, nothing, replace=lambda number, _: [[10], [11]][number], max_attempts=2, shape=shape)
+    assert rollout.discarded == 2
+    assert rollout.index.rewards.tolist() == [-1, -2, -1, -2]
