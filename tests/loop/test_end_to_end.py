@@ -60,7 +60,7 @@ def train(recipe: Path, *arguments: str) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen) -> str:
-    output, _ = process.communicate(timeout=180)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output
     return output
 

@@ -235,12 +235,16 @@ def test_a_bad_rollout_value_makes_its_sequence_bad_where_it_is_used():
         tokens = tokens_of([[-1.0, -1.0], [-1.0]], [[-1.0, -1.0], [-1.0]], advantages=[1, 1], rollout=used)
         x = importance_ratios(tokens)
         assert x.bad.nonzero().flatten().tolist() == bad
-        assert x.log_gap.isfinite().all() and x.gap_mean.isfinite().all()
+        if used:
+            assert x.log_gap.isfinite().all() and x.gap_mean.isfinite().all()
 
 
-def test_gaps_are_zero_without_rollout_values():
+def test_there_is_no_gap_without_rollout_values():
+    """A weight of 1 in its place would correct nothing, in silence."""
     x = importance_ratios(tokens_of([[-1.0]], [[-2.0]], advantages=[1]))
-    assert not x.log_gap.any() and torch.equal(x.gap_mean, f64(0))
+    for ask in (lambda: x.log_gap, lambda: x.gap_mean):
+        with pytest.raises(ValueError, match="rollout_logp is None, and the gap to the rollout engine is asked for"):
+            ask()
     assert torch.equal(x.old_logp, pack([[-2.0]], 0.0))
 
 

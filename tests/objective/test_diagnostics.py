@@ -18,7 +18,7 @@ OLD = [[-1.0, 9.0, -1.0], [-1.0], [-1.0]]
 
 
 def reported(member: Member) -> dict[str, float]:
-    return evaluate(tokens_of(NEW, OLD, advantages=[1, 1, 1], mask=MASK), member).reported
+    return evaluate(tokens_of(NEW, OLD, advantages=[1, 1, 1], mask=MASK, rollout=OLD), member).reported
 
 
 @pytest.mark.parametrize("name", FAMILY)

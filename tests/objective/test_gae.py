@@ -79,7 +79,7 @@ def test_whitened_advantages_have_mean_zero_and_deviation_one():
     white = gae(values, mask, offsets, rewards, gamma=1.0, lam=0.95, whiten=True)
     kept = white.advantages[mask]
     assert kept.mean().item() == pytest.approx(0, abs=1e-15)
-    assert kept.std(correction=0).item() == pytest.approx(1, abs=1e-15)
+    assert kept.std(correction=0).item() == pytest.approx(1, abs=1e-6)  # 1e-8 is added to the variance
     assert torch.corrcoef(torch.stack([kept, plain.advantages[mask]]))[0, 1].item() == pytest.approx(1, abs=1e-12)
     assert torch.equal(white.returns, plain.returns)
     assert not white.advantages[~mask].any()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_gspo.policy.logprob import LogprobContext, linear_logprob
 from tests.ranks import run_ranks
@@ -81,6 +82,32 @@ def test_an_output_without_a_gradient_costs_and_adds_nothing(used):
     ((with_zeros, without),) = run_ranks(1, both)
     for ours, theirs in zip(without, with_zeros, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any tensor that an operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+def _largest(tokens: int, vocab: int) -> int:
+    hidden, weight = torch.randn(tokens, 4, requires_grad=True), torch.randn(vocab, 4, requires_grad=True)
+    context = LogprobContext(torch.zeros(tokens, dtype=torch.int64), 1.0, vocab, dist.group.WORLD, 64, 128)
+    with Largest() as largest:
+        linear_logprob(hidden, weight, context)[0].sum().backward()
+    return largest.elements
+
+
+@pytest.mark.parametrize(("tokens", "vocab"), [(1000, 1500), (1000, 3000), (2000, 1500)])
+def test_no_tensor_is_larger_than_a_tile_or_a_gradient(tokens, vocab):
+    assert run_ranks(1, _largest, tokens, vocab) == [max(64 * 128, 4 * tokens, 4 * vocab)]
 
 
 def test_a_wrong_number_of_labels_is_refused():
