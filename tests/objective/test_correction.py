@@ -21,7 +21,7 @@ from megatron_gspo.objective.correction import Weights, apply_corrections
 from megatron_gspo.objective.tokens import Ratios, importance_ratios
 from tests.objective.batch import random_batch
 from tests.objective.family import FAMILY
-from tests.objective.packed import TAIL, evaluate, f64, pack, tokens_of
+from tests.objective.packed import TAIL, evaluate, pack, tokens_of
 
 LN2 = math.log(2)
 # w is 2, 1/2 and 4 in sequence 0 (geometric mean 4^(1/3) = 1.587, product 4), and 1/8 in the one token of sequence 1.
