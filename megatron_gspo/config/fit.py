@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_gspo.config.objectives import PolicyObjective
 from megatron_gspo.config.problem import Problem, divisors
 from megatron_gspo.config.schema import LayoutConfig, Recipe
 
@@ -44,9 +45,24 @@ def model_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _attention(recipe.policy.layout, model)
     yield from _layers(recipe.policy.layout, model)
     yield from _experts(recipe.policy.layout, model)
+    yield from _vocabularies(recipe, model)
     if recipe.observe.routing_changes and _num_experts(model) is None:
         reason = "the model is dense: it has no experts that could change"
         yield Problem(key="observe.routing_changes", value=True, reason=reason, hint="remove it")
+
+
+def _vocabularies(recipe: Recipe, model: dict[str, Any]) -> Iterator[Problem]:
+    """Reference policy and critic read the policy's tokens."""
+    kl = recipe.objective.kl if isinstance(recipe.objective, PolicyObjective) else None
+    others = {"objective.kl.reference": kl and kl.reference, "critic.hf": recipe.critic and recipe.critic.hf}
+    for key, directory in others.items():
+        path = Path(directory or "") / "config.json"
+        if not directory or not path.is_file():
+            continue
+        found, expected = json.loads(path.read_text(encoding="utf-8")).get("vocab_size"), model.get("vocab_size")
+        if found != expected:
+            reason = f"its vocab_size is {found}, that of policy.hf {expected}"
+            yield Problem(key=key, value=directory, reason=reason, hint="name a checkpoint that has its tokenizer")
 
 
 def _num_experts(model: dict[str, Any]) -> int | None:

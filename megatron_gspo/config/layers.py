@@ -38,8 +38,20 @@ def file_layers(path: Path, above: Sequence[Path] = ()) -> list[Layer]:
     return [*file_layers(path.parent / base, [*above, path]), layer]
 
 
-def override_layer(override: str) -> Layer:
-    """The layer of one command-line override such as `objective.clip_high=4e-4`; its value is read as YAML."""
+def override_layer(overrides: Sequence[str]) -> Layer:
+    """The one layer of all command-line overrides such as `objective.clip_high=4e-4`; their values are read as YAML.
+
+    Later words win, and it does not matter on which side of `objective.name` its keys stand.
+    """
+    values: dict[str, Any] = {}
+    sources: dict[str, Source] = {}
+    for override in overrides:
+        word = _override(override)
+        values, sources = _merge(values, word.values), {**sources, **word.sources}
+    return Layer(values, sources)
+
+
+def _override(override: str) -> Layer:
     path, equals, text = override.partition("=")
     names = path.split(".")
     if not equals or not all(names):

@@ -28,7 +28,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises RecipeError with every problem found, each with its key, file and line. What depends on the number of ranks
     is not checked here, as a recipe does not know it: see `validate`.
     """
-    layer = merge([*file_layers(Path(path)), *map(override_layer, overrides)])
+    layer = merge([*file_layers(Path(path)), override_layer(overrides)])
     config = OmegaConf.structured(Recipe)
     problems = list(_fill(config, Recipe, _with_objective_defaults(layer.values), ""))
     try:

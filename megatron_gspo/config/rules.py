@@ -73,6 +73,8 @@ def advantage(recipe: Recipe) -> Iterator[Problem]:
     if isinstance(objective, PpoConfig) and not gae:
         hint = "set advantage.estimator: gae, or take objective.name: grpo"
         yield _refuse(recipe, "advantage.estimator", "the objective 'ppo' takes its advantages from a critic", hint)
+    elif recipe.critic is not None and gae and recipe.batch.mini_batches == 1:
+        yield from _unused(recipe, "critic.clip", "batch.mini_batches is 1, so that values are the old values")
     elif recipe.critic is not None and not gae:
         reason = f"advantage.estimator '{section.estimator}' uses no critic"
         yield Problem(key="critic", reason=reason, hint="remove it, or set advantage.estimator: gae")

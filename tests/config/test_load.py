@@ -256,3 +256,14 @@ def test_another_objective_leaves_the_keys_of_the_old_one_behind(tmp_path):
     assert load_recipe(path).objective == GspoConfig(clip_low=0.1, clip_high=0.3)
     dropped = ["advantage=null", "rollout=null", "reward=null", "batch.samples=1"]
     assert load_recipe(tmp_path / "low.yaml", ["objective.name=sft", *dropped]).objective == SftConfig()
+
+
+def test_words_after_the_recipe_count_in_any_order(tmp_path):
+    path = write(tmp_path, GSPO)
+    words = ["objective.tau_pos=2", "objective.name=sapo", "objective.kl.coef=0.1"]
+    for order in (words, words[::-1], [words[1], words[2], words[0]]):
+        recipe = load_recipe(path, order)
+        assert (recipe.objective.name, recipe.objective.tau_pos, recipe.objective.kl.coef) == ("sapo", 2.0, 0.1)
+    with pytest.raises(RecipeError, match=r"objective\.nonsense = 3: no such key"):
+        load_recipe(path, ["objective.nonsense=3", "objective.name=grpo"])
+    assert load_recipe(path, ["run.steps=3", "run.steps=4"]).run.steps == 4

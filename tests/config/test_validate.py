@@ -541,3 +541,20 @@ def test_an_objective_brings_what_its_paper_has_in_other_sections(tmp_path):
     assert loaded("dr_grpo", "advantage.estimator=leave_one_out").advantage == LeaveOneOutConfig()
     assert loaded("ppo").advantage == GaeConfig() and loaded("ppo").critic == CriticConfig()
     assert loaded("ppo", "advantage.lam=1", "critic.clip=null").critic == CriticConfig(clip=None)
+
+
+@pytest.mark.parametrize(
+    "override", ["objective.kl.reference", "objective={name: ppo}\ncritic.hf"], ids=["reference", "critic"]
+)
+def test_models_beside_the_policy_must_have_its_vocabulary(tmp_path, override):
+    for name, size in (("policy", 260), ("other", 268)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(f'{{"vocab_size": {size}}}')
+    *words, key = override.splitlines() if "\n" in override else ["objective.kl.coef=0.1", override]
+    words += [f"policy.hf={tmp_path}/policy", f"{key}={tmp_path}/other"]
+    assert "its vocab_size is 268, that of policy.hf 260" in refusal(write(tmp_path, GSPO), *words)
+
+
+def test_a_critics_clip_does_nothing_where_values_are_the_old_ones(tmp_path):
+    words = ["objective={name: ppo}", "batch.mini_batches=1", "critic.clip=0.3"]
+    assert "critic.clip = 0.3: has no effect: batch.mini_batches is 1" in refusal(write(tmp_path, GSPO), *words)
