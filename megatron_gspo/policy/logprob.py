@@ -38,7 +38,7 @@ class LogprobContext:
     vocab_size: int
     tp_group: dist.ProcessGroup
     tile_tokens: int = 2048
-    tile_rows: int = 4096
+    tile_rows: int = 2048
 
 
 def logprob_output_processor(
