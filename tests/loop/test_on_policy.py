@@ -14,8 +14,8 @@ from megatron_gspo.config import (
     GrpoConfig,
     GspoConfig,
     MinirlConfig,
+    ObjectiveConfig,
     OnRatio,
-    PolicyObjective,
     SapoConfig,
     SftConfig,
     VespoConfig,
@@ -41,7 +41,7 @@ def test_the_bound_is_a_tenth_of_the_smaller_clip_bound_and_at_most_2_percent(co
     assert config.on_policy_bound == pytest.approx(bound)
 
 
-def outcome(config: PolicyObjective, ratios: list[float]) -> str:
+def outcome(config: ObjectiveConfig, ratios: list[float]) -> str:
     """What a rank with the ratio of its number makes of it; "" where it goes on. The last one has no metrics."""
     value = torch.tensor(ratios[dist.get_rank()])
     metrics = {
@@ -67,7 +67,20 @@ def test_a_ratio_of_whole_responses_is_judged_by_its_tokens():
     assert all("3.000e-02" in message for message in run_ranks(2, outcome, VespoConfig(), [3.0, 0.0]))
 
 
-def test_a_recipe_may_ask_for_a_warning_only(caplog):
-    assert run_ranks(1, outcome, GspoConfig(on_policy_check=OnRatio.warn), [1.0]) == [""]
-    assert run_ranks(1, outcome, SftConfig(), [1.0]) == [""]
-    assert caplog.get_records("call") == [] or all(r.levelno == logging.WARNING for r in caplog.records)
+def warnings_of(config: ObjectiveConfig) -> list[str]:
+    """What a rank with a ratio far beyond the bound says instead of stopping."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("megatron_gspo.loop.on_policy").addHandler(handler)
+    assert outcome(config, [1.0]) == ""
+    return said
+
+
+def test_a_recipe_may_ask_for_a_warning_only():
+    ((message,),) = run_ranks(1, warnings_of, GspoConfig(on_policy_check=OnRatio.warn))
+    assert "reaches 1.000e+00 before any update" in message
+
+
+def test_an_objective_without_ratios_is_not_checked():
+    assert run_ranks(1, warnings_of, SftConfig()) == [[]]

@@ -68,7 +68,7 @@ def test_bf16_rounds_inputs_and_gradients_only():
 
 
 @pytest.mark.parametrize("used", [(True, False), (False, True)])
-def test_an_output_without_a_gradient_costs_and_adds_nothing(used):
+def test_an_output_without_a_gradient_adds_nothing(used):
     def gradients(with_zeros: bool):
         hidden, weight, labels, *_ = _inputs(50, 50)
         hidden, weight = hidden.float().requires_grad_(), weight.float().requires_grad_()
