@@ -41,6 +41,7 @@ class Binding:
     """`claims` of the whole model, the same on every rank, and the parameters `bound` on this one."""
 
     family: Family
+    hf_config: HFConfig
     claims: tuple[Claim, ...]
     bound: tuple[Bound, ...]
     pgs: ProcessGroupCollection
@@ -81,7 +82,7 @@ def bind(
         raise ValueError(f"model_type {family.model_type}: {kinds}. Every parameter needs exactly one rule")
     _check_shapes(bound)
     _check_complete(claims, bound, chunks, ep_rank, ep_size)
-    return Binding(family, claims, tuple(bound), pgs)
+    return Binding(family, hf_config, claims, tuple(bound), pgs)
 
 
 class _Book:

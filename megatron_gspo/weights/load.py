@@ -122,8 +122,9 @@ def _places(checkpoint: HFCheckpoint, binding: Binding) -> list[tuple[_Place, ..
             used.update(tensor.duplicates)
             row += present[:1]
         places.append(tuple(row))
-    ignored = re.compile("|".join(binding.family.ignored) or r"(?!)")
-    extra = [name for name in sorted(files) if name not in used and not ignored.fullmatch(name)]
+    family = binding.family
+    known = re.compile("|".join((*family.ignored, *family.carried(binding.hf_config))) or r"(?!)")
+    extra = [name for name in sorted(files) if name not in used and not known.fullmatch(name)]
     problems = {"missing": missing, "of no rule": extra, "written twice": twice}
     if any(problems.values()):
         found = "; ".join(f"tensors {kind}: {listing(names)}" for kind, names in problems.items() if names)

@@ -13,11 +13,13 @@ HFConfig = Mapping[str, Any]  # config.json, as written
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """`rules(hf_config)` claims every HF tensor of the model. `ignored` are regular expressions of tensors that carry
-    no weights (buffers that older checkpoints saved); any other unclaimed tensor stops a load."""
+    """`rules(hf_config)` claims every HF tensor of the model that trains. Regular expressions name the others:
+    `carried(hf_config)` those that no model holds and every export hands on bit for bit (multi-token-prediction layers),
+    `ignored` those that carry no weights (buffers that older checkpoints saved). Any other tensor stops a load."""
 
     model_type: str
     rules: Callable[[HFConfig], Sequence[Rule]]
+    carried: Callable[[HFConfig], tuple[str, ...]] = lambda hf_config: ()
     ignored: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
 
 
