@@ -14,8 +14,9 @@ HFConfig = Mapping[str, Any]  # config.json, as written
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """`rules(hf_config)` claims every HF tensor of the model that trains. Regular expressions name the others:
-    `carried(hf_config)` those that no model holds and every export hands on bit for bit (multi-token-prediction layers),
-    `ignored` those that carry no weights (buffers that older checkpoints saved). Any other tensor stops a load."""
+    `carried(hf_config)` those that no model holds and exports hand on bit for bit (multi-token-prediction layers),
+    `ignored` those that carry no weights (buffers that older checkpoints saved). Any other tensor stops a load.
+    """
 
     model_type: str
     rules: Callable[[HFConfig], Sequence[Rule]]
