@@ -2,33 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from megatron_gspo.policy.transformer_config import is_moe
-from megatron_gspo.weights.families.qwen3_moe import num_experts, sparse_layers
+from megatron_gspo.weights.families import family_for
 
 
 def active_parameters(hf_config: dict[str, Any]) -> int:
-    """Parameters that a token multiplies with: without the embedding, with the output layer. Qwen3 and Qwen3-MoE."""
-    hidden, layers = hf_config["hidden_size"], hf_config["num_hidden_layers"]
-    heads, kv_heads = hf_config["num_attention_heads"], hf_config["num_key_value_heads"]
-    head_dim = hf_config.get("head_dim") or hidden // heads
-    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-    dense = 3 * hidden * hf_config["intermediate_size"]
-    routed, sparse = 0, 0
-    if is_moe(hf_config):
-        active, experts = hf_config["num_experts_per_tok"], num_experts(hf_config)
-        routed = 3 * hidden * hf_config["moe_intermediate_size"] * active + hidden * experts
-        sparse = len(sparse_layers(hf_config))
-    mlp = sparse * routed + (layers - sparse) * dense
-    return layers * attention + mlp + hidden * hf_config["vocab_size"]
+    """Parameters that a token multiplies with: without the embedding, with the output layer."""
+    architecture = family_for(hf_config).architecture(hf_config)
+    model, sparse = architecture.transformer, len(architecture.sparse_layers)
+    hidden, layers = model["hidden_size"], model["num_layers"]
+    matrices = 3 if model["gated_linear_unit"] else 2
+    mlp = (layers - sparse) * matrices * hidden * model["ffn_hidden_size"]
+    if sparse:
+        width = model["moe_ffn_hidden_size"] * model["moe_router_topk"]
+        width += model.get("moe_shared_expert_intermediate_size") or 0
+        mlp += sparse * hidden * (matrices * width + model["num_moe_experts"])
+    return layers * _attention_parameters(model) + mlp + hidden * hf_config["vocab_size"]
 
 
 def attention_cost(hf_config: dict[str, Any]) -> float:
     """Attention FLOPs of a sequence of length L are this x L^2, in units of one token's FLOPs in all other layers.
 
-    Causal: L^2 / 2 pairs, two products of 2 x head_dim x heads each, against 2 x active parameters a token.
+    Causal: L^2 / 2 pairs, a product of 2 x width x heads each with keys and one with values, against 2 x active
+    parameters a token.
     """
-    heads = hf_config["num_attention_heads"]
-    head_dim = hf_config.get("head_dim") or hf_config["hidden_size"] // heads
-    return hf_config["num_hidden_layers"] * heads * head_dim / active_parameters(hf_config)
+    model = family_for(hf_config).architecture(hf_config).transformer
+    qk, v = _widths(model)
+    return model["num_layers"] * model["num_attention_heads"] * (qk + v) / 2 / active_parameters(hf_config)
+
+
+def _widths(model: Mapping[str, Any]) -> tuple[int, int]:
+    """Of one head of queries and keys, and of values."""
+    if model.get("multi_latent_attention"):
+        return model["qk_head_dim"] + model["qk_pos_emb_head_dim"], model["v_head_dim"]
+    return model["kv_channels"], model["kv_channels"]
+
+
+def _attention_parameters(model: Mapping[str, Any]) -> int:
+    hidden, heads = model["hidden_size"], model["num_attention_heads"]
+    qk, v = _widths(model)
+    if not model.get("multi_latent_attention"):
+        return hidden * qk * 2 * (heads + model["num_query_groups"])
+    rank = model["q_lora_rank"]
+    queries = hidden * heads * qk if rank is None else rank * (hidden + heads * qk)
+    latent = hidden * (model["kv_lora_rank"] + model["qk_pos_emb_head_dim"])
+    return queries + latent + model["kv_lora_rank"] * heads * (model["qk_head_dim"] + v) + heads * v * hidden

@@ -29,7 +29,10 @@ from megatron_gspo.policy.cpu import on_gpu
 from megatron_gspo.policy.layout import Layout
 from megatron_gspo.policy.local_spec import local_block_spec
 from megatron_gspo.policy.overrides import checked_overrides
-from megatron_gspo.policy.transformer_config import gpt_arguments, transformer_config
+from megatron_gspo.policy.rotary import install_rotary
+from megatron_gspo.policy.transformer_config import transformer_config
+from megatron_gspo.weights.families import family_for
+from megatron_gspo.weights.families.family import Architecture
 
 
 @dataclass(frozen=True)
@@ -70,33 +73,41 @@ def build_model(hf_config: dict[str, Any], policy: PolicyConfig, layout: Layout)
     Raises ValueError for HF features that are not built and for refused `policy.megatron` fields.
     """
     router_loss.install()
-    config = transformer_config(hf_config, policy, layout)
-    arguments = gpt_arguments(hf_config)
+    architecture = family_for(hf_config).architecture(hf_config)
+    config = transformer_config(architecture, policy, layout)
     padded = padded_vocab_size(hf_config["vocab_size"], layout.tp)
     chunks = []
     for chunk in range(layout.vpp):
         vp_stage = chunk if layout.vpp > 1 else None
         model = GPTModel(
             config,
-            layer_spec(config, vp_stage),
+            layer_spec(config, architecture, vp_stage),
             vocab_size=padded,
+            max_sequence_length=hf_config["max_position_embeddings"],
+            share_embeddings_and_output_weights=architecture.tied,
+            position_embedding_type="rope" if architecture.rope is not None else "none",
             pre_process=layout.is_first_stage and chunk == 0,
             post_process=layout.is_last_stage and chunk == layout.vpp - 1,
             parallel_output=True,
             vp_stage=vp_stage,
             pg_collection=layout.pgs,
-            **arguments,
         )
+        if architecture.rope is not None:
+            install_rotary(model, architecture.rope)
         _freeze_expert_bias(model)
         chunks.append(model.cuda() if on_gpu() else model)
     return Model(chunks, config, hf_config, hf_config["vocab_size"], padded)
 
 
-def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The block spec: Transformer Engine's modules on a GPU, their local twins on a CPU."""
+def layer_spec(
+    config: TransformerConfig, architecture: Architecture, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """The block spec: Transformer Engine's modules on a GPU, their local twins on a CPU; then what a family changes."""
     if on_gpu():
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-    return local_block_spec(config, vp_stage)
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    else:
+        spec = local_block_spec(config, vp_stage)
+    return spec
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:

@@ -9,26 +9,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_gspo.config.schema import Dtype, PolicyConfig
 from megatron_gspo.policy.cpu import on_gpu
 from megatron_gspo.policy.layout import Layout
 from megatron_gspo.policy.overrides import checked_overrides
-from megatron_gspo.weights.families.qwen3_moe import num_experts, sparse_layers
+from megatron_gspo.weights.families.family import Architecture
 
 TORCH_DTYPE = {Dtype.bf16: torch.bfloat16, Dtype.fp32: torch.float32}
 
 
-def transformer_config(hf: dict[str, Any], policy: PolicyConfig, layout: Layout) -> TransformerConfig:
-    """The configuration of one rank's model chunks.
-
-    Raises ValueError for HF features that this code or Megatron does not have, and for refused overrides.
-    """
-    check_supported(hf)
+def transformer_config(architecture: Architecture, policy: PolicyConfig, layout: Layout) -> TransformerConfig:
+    """The configuration of one rank's model chunks. Raises ValueError for refused overrides."""
+    model = dict(architecture.transformer)
     derived = {
-        "it follows from the HF config": _architecture(hf),
+        "it follows from the HF config": model,
         "set it through policy.layout": _parallelism(layout),
         "set it through policy.dtype": _precision(policy.dtype),
         "the training step needs it so": _training_step(),
@@ -37,17 +33,18 @@ def transformer_config(hf: dict[str, Any], policy: PolicyConfig, layout: Layout)
         derived["the CPU path needs it so"] = _cpu()
     reasons = {name: reason for reason, fields in derived.items() for name in fields} | _REFUSED
     fixed = {name: value for fields in derived.values() for name, value in fields.items()}
-    defaults = _gpu(layout) if on_gpu() else {}
-    if is_moe(hf):
+    defaults = _gpu(architecture, layout) if on_gpu() else {}
+    if architecture.sparse_layers:
         defaults |= _moe_defaults()
-    overrides = checked_overrides(TransformerConfig, policy.megatron, reasons, "policy.megatron")
+    cls = MLATransformerConfig if model.get("multi_latent_attention") else TransformerConfig
+    overrides = checked_overrides(cls, policy.megatron, reasons, "policy.megatron")
     fields = defaults | fixed | overrides
     if fields.get("moe_aux_loss_coeff") and fields.get("moe_router_load_balancing_type", "none") == "none":
         raise ValueError(
             f"policy.megatron.moe_aux_loss_coeff = {fields['moe_aux_loss_coeff']} has no effect while "
             "moe_router_load_balancing_type is none; set policy.megatron.moe_router_load_balancing_type: aux_loss too"
         )
-    config = TransformerConfig(**fields)
+    config = cls(**fields)
     stages = config.virtual_pipeline_model_parallel_size or 1
     if stages != layout.vpp:
         raise ValueError(
@@ -55,98 +52,6 @@ def transformer_config(hf: dict[str, Any], policy: PolicyConfig, layout: Layout)
             f"but vpp is {layout.vpp}; make them agree"
         )
     return config
-
-
-def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
-    """GPTModel's own arguments that follow from the HF config."""
-    rope = rope_parameters(hf)
-    return {
-        "max_sequence_length": hf["max_position_embeddings"],
-        "share_embeddings_and_output_weights": hf.get("tie_word_embeddings", False),
-        "position_embedding_type": "rope",
-        "rotary_base": rope["rope_theta"],
-        "seq_len_interpolation_factor": rope["factor"] if rope["rope_type"] == "linear" else None,
-    }
-
-
-def is_moe(hf: dict[str, Any]) -> bool:
-    """Whether the HF config describes a mixture of experts."""
-    return bool(hf.get("num_experts") or hf.get("num_local_experts"))
-
-
-def moe_pattern(hf: dict[str, Any]) -> list[int]:
-    """[num_hidden_layers], 1 where the layer is a mixture of experts."""
-    sparse = sparse_layers(hf)
-    return [int(layer in sparse) for layer in range(hf["num_hidden_layers"])]
-
-
-def rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
-    """`rope_parameters` of transformers 5, or the same from the `rope_theta` and `rope_scaling` of earlier configs."""
-    if hf.get("rope_parameters"):
-        return {"rope_type": "default"} | hf["rope_parameters"]
-    scaling = hf.get("rope_scaling") or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    return {"rope_theta": hf.get("rope_theta", 10000.0)} | scaling | {"rope_type": kind}
-
-
-def check_supported(hf: dict[str, Any]) -> None:
-    """Raise ValueError for a feature of the HF config that the Megatron model would silently lack."""
-    rope = rope_parameters(hf)
-    layer_types = set(hf.get("layer_types") or ())
-    refusals = {
-        "use_sliding_window": (hf.get("use_sliding_window", False), "sliding-window attention is not built"),
-        "layer_types": (layer_types - {"full_attention"}, "only full_attention layers are built"),
-        "attention_bias": (hf.get("attention_bias", False), "Megatron has a bias on QKV only or on every linear layer"),
-        "hidden_act": (hf.get("hidden_act", "silu") != "silu", "only silu (SwiGLU) is built"),
-        "attention_dropout": (hf.get("attention_dropout", 0.0), "old and new log-probabilities would differ"),
-        "rope_parameters.rope_type": (
-            rope["rope_type"] not in ("default", "linear"),
-            f"Megatron's GPTModel has no {rope['rope_type']!r} RoPE equal to HF's; only default and linear are built",
-        ),
-        "rope_parameters.partial_rotary_factor": (
-            rope.get("partial_rotary_factor", 1.0) != 1.0,
-            "only full rotary embeddings are built",
-        ),
-        "quantization_config": (hf.get("quantization_config"), "load a checkpoint in high precision"),
-    }
-    for field, (refused, why) in refusals.items():
-        if refused:
-            raise ValueError(f"HF config, {field}: {why} (value: {_value(hf, field)!r})")
-
-
-def _value(hf: dict[str, Any], field: str) -> Any:
-    section, _, name = field.rpartition(".")
-    return rope_parameters(hf).get(name) if section else hf.get(name)
-
-
-def _architecture(hf: dict[str, Any]) -> dict[str, Any]:
-    heads = hf["num_attention_heads"]
-    fields: dict[str, Any] = {
-        "num_layers": hf["num_hidden_layers"],
-        "hidden_size": hf["hidden_size"],
-        "ffn_hidden_size": hf["intermediate_size"],
-        "num_attention_heads": heads,
-        "num_query_groups": hf.get("num_key_value_heads") or heads,
-        "kv_channels": hf.get("head_dim") or hf["hidden_size"] // heads,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": hf["rms_norm_eps"],
-        "qk_layernorm": True,
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "add_bias_linear": False,
-        "add_qkv_bias": False,
-    }
-    if is_moe(hf):
-        fields |= {
-            "num_moe_experts": num_experts(hf),
-            "moe_ffn_hidden_size": hf["moe_intermediate_size"],
-            "moe_router_topk": hf["num_experts_per_tok"],
-            "moe_router_score_function": "softmax",
-            # HF normalises the top-k of a softmax over all experts; that is the softmax over the top-k logits.
-            "moe_router_pre_softmax": not hf.get("norm_topk_prob", False),
-            "moe_layer_freq": moe_pattern(hf),
-        }
-    return fields
 
 
 def _parallelism(layout: Layout) -> dict[str, Any]:
@@ -194,13 +99,18 @@ def _moe_defaults() -> dict[str, Any]:
     }
 
 
-def _gpu(layout: Layout) -> dict[str, Any]:
-    """Fused kernels of Transformer Engine. Apex's fused weight gradient is used where Megatron finds it."""
+def _gpu(architecture: Architecture, layout: Layout) -> dict[str, Any]:
+    """Fused kernels of Transformer Engine. Apex's fused weight gradient is used where Megatron finds it.
+
+    The fused rotary embedding of packed rows would leave out YaRN's factor in silence.
+    """
     from megatron.core.tensor_parallel import layers
+
+    plain_rope = architecture.rope is not None and architecture.rope.frequencies()[1] == 1.0
 
     return {
         "gradient_accumulation_fusion": layers._grad_accum_fusion_available,
-        "apply_rope_fusion": True,
+        "apply_rope_fusion": plain_rope,
         "bias_activation_fusion": True,
         "bias_dropout_fusion": True,
         "overlap_p2p_comm": layout.vpp > 1,

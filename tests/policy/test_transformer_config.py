@@ -16,7 +16,9 @@ from megatron_gspo.policy import optimizer as optimizer_module
 from megatron_gspo.policy import transformer_config as transformer_config_module
 from megatron_gspo.policy.layout import Layout
 from megatron_gspo.policy.overrides import checked_overrides
-from megatron_gspo.policy.transformer_config import gpt_arguments, moe_pattern, transformer_config
+from megatron_gspo.policy.transformer_config import transformer_config
+from megatron_gspo.weights.families import family_for
+from megatron_gspo.weights.families.family import Architecture
 from tests.policy import tiny
 
 
@@ -29,7 +31,11 @@ def _layout(**sizes: Any) -> Layout:
 
 
 def _config(hf: dict[str, Any], megatron: dict[str, Any] | None = None, dtype=Dtype.fp32, **sizes: Any):
-    return transformer_config(hf, tiny.policy(megatron, dtype=dtype), _layout(**sizes))
+    return transformer_config(_architecture(hf), tiny.policy(megatron, dtype=dtype), _layout(**sizes))
+
+
+def _architecture(hf: dict[str, Any]) -> Architecture:
+    return family_for(hf).architecture(hf)
 
 
 def test_qwen3_moe_of_transformers():
@@ -49,22 +55,16 @@ def test_qwen3_of_transformers():
     hf = Qwen3Config(num_hidden_layers=2, tie_word_embeddings=True, rope_parameters={"rope_theta": 1e6}).to_dict()
     config = _config(hf)
     assert (config.num_moe_experts, config.kv_channels, config.qk_layernorm) == (None, 128, True)
-    arguments = gpt_arguments(hf)
-    assert arguments["rotary_base"] == 1e6 and arguments["share_embeddings_and_output_weights"]
-
-
-def test_rope_of_earlier_transformers():
-    hf = {k: v for k, v in tiny.hf_config().items() if k != "rope_parameters"}
-    scaled = hf | {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}}
-    arguments = gpt_arguments(scaled)
-    assert (arguments["rotary_base"], arguments["seq_len_interpolation_factor"]) == (5e5, 4.0)
-    assert gpt_arguments(hf | {"rope_theta": 5e5, "rope_scaling": None})["seq_len_interpolation_factor"] is None
+    architecture = _architecture(hf)
+    assert architecture.rope.parameters["rope_theta"] == 1e6 and architecture.tied
 
 
 def test_sparse_step_counts_from_one():
     # HF: (layer + 1) % decoder_sparse_step == 0
-    assert moe_pattern({"num_hidden_layers": 5, "decoder_sparse_step": 2}) == [0, 1, 0, 1, 0]
-    assert moe_pattern({"num_hidden_layers": 4, "decoder_sparse_step": 1, "mlp_only_layers": [0, 3]}) == [0, 1, 1, 0]
+    sparse = {"num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": []}
+    assert _architecture(tiny.hf_config(**sparse)).sparse_layers == (1, 3)
+    mixed = {"num_hidden_layers": 4, "decoder_sparse_step": 1, "mlp_only_layers": [0, 3]}
+    assert _architecture(tiny.hf_config(**mixed)).sparse_layers == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_sparse_step_counts_from_one():
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, r"hidden_act: only silu .*'gelu'"),
         ({"attention_dropout": 0.1}, r"attention_dropout: .*0\.1"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}}, "rope_type: .*'yarn'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 4.0}}, "rope_type: 'dynamic'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
 )
@@ -129,6 +129,6 @@ def test_pipeline_layout_must_agree_with_vpp():
 def test_every_name_in_our_tables_is_a_field():
     # The GPU table is not used on a CPU, and a misspelt refusal would refuse nothing.
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
-    assert transformer_config_module._gpu(_layout()).keys() <= fields
+    assert transformer_config_module._gpu(_architecture(tiny.hf_config()), _layout()).keys() <= fields
     assert transformer_config_module._REFUSED.keys() <= fields
     assert optimizer_module._DERIVED.keys() <= {field.name for field in dataclasses.fields(OptimizerConfig)}

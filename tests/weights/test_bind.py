@@ -14,6 +14,7 @@ from megatron_gspo.weights import families
 from megatron_gspo.weights.bind import bind
 from megatron_gspo.weights.claims import claims_of
 from megatron_gspo.weights.families import family_for
+from megatron_gspo.weights.families.blocks import attention
 from megatron_gspo.weights.rules import Copy, HFTensor
 from tests.ranks import run_ranks
 from tests.weights.models import EXPERTS, SHAPE, built, write_checkpoint
@@ -46,10 +47,12 @@ def provoke(directory: Path) -> dict[str, str]:
             "nothing": message(),
             "fewer layers": message(num_hidden_layers=3),
             "dense layer": message(mlp_only_layers=[2]),
-            "bias": message(attention_bias=True),
             "wide": message(moe_intermediate_size=40),
             "vocabulary": message(vocab_size=200),
         }
+        biases = attention(model.hf_config, range(4), qkv_bias=True, output_bias=True)[2:]
+        with_rules(lambda rules: [*rules, *biases])
+        found["bias"] = message()
         with_rules(lambda rules: [r for r in rules if "q_layernorm" not in r.megatron[0]])
         found["hole"] = message()
         again = Copy(
@@ -95,13 +98,13 @@ def test_what_is_wrong_is_named(wrong: str, messages: dict[str, str]):
 
 
 def test_unsupported_family_names_the_supported_ones():
-    with pytest.raises(ValueError, match="'llama' is not supported; supported are qwen3, qwen3_moe"):
-        family_for({"model_type": "llama"})
+    with pytest.raises(ValueError, match=r"'bert' is not supported; supported are .*qwen3, qwen3_moe"):
+        family_for({"model_type": "bert"})
 
 
 def test_a_missing_config_field_is_named():
     with pytest.raises(ValueError, match=r"config\.json of a qwen3 model must set head_dim"):
-        family_for({"model_type": "qwen3"}).rules({**SHAPE, "model_type": "qwen3", "head_dim": None})
+        family_for({"model_type": "qwen3"}).architecture({**SHAPE, "model_type": "qwen3", "head_dim": None})
 
 
 def test_mixed_layers_are_chosen_as_transformers_chooses_them():
@@ -145,21 +148,3 @@ def test_the_spellings_of_other_layer_specs(tmp_path: Path):
     assert block.format(2) in names and block.format(3) in names
     assert "decoder.layers.2.mlp.linear_fc1.layer_norm_weight" in names
     assert "decoder.layers.3.mlp.experts.local_experts.3.linear_fc2.weight" in names
-
-
-def biases(directory: Path) -> dict[str, list[int]]:
-    """Gives the model Qwen3's optional biases, which policy/ does not build, and loads them; shapes by name."""
-    with built(directory, LayoutConfig()) as (model, layout):
-        for layer in model.chunks[0].decoder.layers:
-            for linear in (layer.self_attention.linear_qkv, layer.self_attention.linear_proj):
-                linear.bias = torch.nn.Parameter(torch.zeros(linear.weight.shape[0]))
-        binding = bind(model.chunks, model.hf_config | {"attention_bias": True}, layout.pgs)
-        return {
-            b.name: list(b.parameter.shape) for b in binding.bound if b.name.endswith("bias") and b.claim.layer == 0
-        }
-
-
-def test_attention_biases(tmp_path: Path):
-    write_checkpoint(tmp_path, moe=False)
-    block = "decoder.layers.0.self_attention."
-    assert run_ranks(1, biases, tmp_path)[0] == {block + "linear_qkv.bias": [64], block + "linear_proj.bias": [32]}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from megatron_gspo.weights.families.family import Family, HFConfig, need
-from megatron_gspo.weights.families.qwen3 import HF_LAYER, LAYER, attention, dense_mlp, embeddings
-from megatron_gspo.weights.rules import Copy, GateUp, HFTensor, Rule, Stacked
+from megatron_gspo.weights.families.blocks import attention, dense_mlp, embeddings, experts, norms, router
+from megatron_gspo.weights.families.decoder import decoder, rope, softmax_experts, tied
+from megatron_gspo.weights.families.family import Architecture, Family, HFConfig, need, refuse
+from megatron_gspo.weights.rules import Rule
 
 
 def num_experts(c: HFConfig) -> int:
@@ -21,47 +20,32 @@ def sparse_layers(c: HFConfig) -> tuple[int, ...]:
     return tuple(layer for layer in layers if layer not in dense and (layer + 1) % step == 0)
 
 
-def router(c: HFConfig, layers: Sequence[int]) -> list[Rule]:
-    gate = HFTensor(HF_LAYER + "mlp.gate.weight", (num_experts(c), need(c, "hidden_size")))
-    return [Copy(hf=(gate,), megatron=(LAYER + "mlp.router.weight",), layers=tuple(layers))]
-
-
-def experts(c: HFConfig, layers: Sequence[int]) -> list[Rule]:
-    """SwiGLU experts. HF writes them one by one or, in transformers 5, stacked [experts, gate then up, hidden]."""
-    hidden, ffn, n = need(c, "hidden_size"), need(c, "moe_intermediate_size"), num_experts(c)
-    hf, expert = HF_LAYER + "mlp.experts.", HF_LAYER + "mlp.experts.{expert}."
-    gate_up, down = hf + "gate_up_proj", hf + "down_proj"
-    return [
-        GateUp(
-            hf=(
-                HFTensor(expert + "gate_proj.weight", (ffn, hidden), Stacked(gate_up, (n, 2 * ffn, hidden))),
-                HFTensor(expert + "up_proj.weight", (ffn, hidden), Stacked(gate_up, (n, 2 * ffn, hidden), row=ffn)),
-            ),
-            megatron=_expert_spellings("linear_fc1"),
-            layers=tuple(layers),
-            experts=n,
-        ),
-        Copy(
-            hf=(HFTensor(expert + "down_proj.weight", (hidden, ffn), Stacked(down, (n, hidden, ffn))),),
-            megatron=_expert_spellings("linear_fc2"),
-            dim=1,
-            layers=tuple(layers),
-            experts=n,
-        ),
-    ]
-
-
-def _expert_spellings(linear: str) -> tuple[str, ...]:
-    """Grouped linears (TEGroupedMLP) and one MLP per expert (SequentialMLP)."""
-    block = LAYER + "mlp.experts."
-    return block + linear + ".weight{expert}", block + "local_experts.{expert}." + linear + ".weight"
+def architecture(c: HFConfig) -> Architecture:
+    refuse(
+        c, attention_bias=(bool(c.get("attention_bias")), "Megatron has a bias on QKV only or on every linear layer")
+    )
+    mixture = softmax_experts(
+        c,
+        sparse=sparse_layers(c),
+        experts=num_experts(c),
+        ffn=need(c, "moe_intermediate_size"),
+        normalise=c.get("norm_topk_prob", False),
+    )
+    return Architecture(transformer=decoder(c, qk_layernorm=True, **mixture), rope=rope(c), tied=tied(c))
 
 
 def rules(c: HFConfig) -> list[Rule]:
     layers = range(need(c, "num_hidden_layers"))
     sparse = sparse_layers(c)
     dense = [layer for layer in layers if layer not in sparse]
-    return [*embeddings(c), *attention(c, layers), *dense_mlp(c, dense), *router(c, sparse), *experts(c, sparse)]
+    return [
+        *embeddings(c),
+        *norms(c, layers),
+        *attention(c, layers, qk_norm=True),
+        *dense_mlp(c, dense),
+        *router(c, sparse, num_experts(c)),
+        *experts(c, sparse, num_experts(c), need(c, "moe_intermediate_size")),
+    ]
 
 
-FAMILY = Family(model_type="qwen3_moe", rules=rules)
+FAMILY = Family(model_type="qwen3_moe", architecture=architecture, rules=rules)

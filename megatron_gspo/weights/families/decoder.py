@@ -1,0 +1,76 @@
+"""What decoder-only families share: fields of Megatron's TransformerConfig from those of config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.nn.functional as F
+
+from megatron_gspo.weights.families.family import HFConfig, need, refuse
+from megatron_gspo.weights.families.rope import Rope, rope_parameters
+
+
+def head_dim(c: HFConfig) -> int:
+    """Width of a head of queries, keys and values; most configs leave it to follow from the others."""
+    return c.get("head_dim") or need(c, "hidden_size") // need(c, "num_attention_heads")
+
+
+def kv_heads(c: HFConfig) -> int:
+    return c.get("num_key_value_heads") or need(c, "num_attention_heads")
+
+
+def rope(c: HFConfig) -> Rope:
+    return Rope(rope_parameters(c), head_dim(c), need(c, "max_position_embeddings"))
+
+
+def tied(c: HFConfig) -> bool:
+    return bool(c.get("tie_word_embeddings", False))
+
+
+def decoder(c: HFConfig, **fields: Any) -> dict[str, Any]:
+    """A pre-norm decoder with RMSNorm, grouped-query attention without biases and SwiGLU, but for `fields`.
+
+    Raises ValueError for features that Megatron would silently lack.
+    """
+    refuse(
+        c,
+        use_sliding_window=(bool(c.get("use_sliding_window")), "sliding-window attention is not built"),
+        layer_types=(
+            bool(set(c.get("layer_types") or ()) - {"full_attention"}),
+            "only full_attention layers are built",
+        ),
+        hidden_act=(c.get("hidden_act", "silu") != "silu", "only silu (SwiGLU) is built"),
+        attention_dropout=(bool(c.get("attention_dropout")), "old and new log-probabilities would differ"),
+        quantization_config=(bool(c.get("quantization_config")), "load a checkpoint in high precision"),
+    )
+    return {
+        "num_layers": need(c, "num_hidden_layers"),
+        "hidden_size": need(c, "hidden_size"),
+        "ffn_hidden_size": need(c, "intermediate_size"),
+        "num_attention_heads": need(c, "num_attention_heads"),
+        "num_query_groups": kv_heads(c),
+        "kv_channels": head_dim(c),
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": need(c, "rms_norm_eps"),
+        "qk_layernorm": False,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+    } | fields
+
+
+def softmax_experts(c: HFConfig, *, sparse: Sequence[int], experts: int, ffn: int, normalise: bool) -> dict[str, Any]:
+    """Fields of a mixture of `experts` of width `ffn` in the layers `sparse`, chosen by a softmax over all of them.
+
+    normalise: the weights of the chosen ones are divided by their sum, which is a softmax over the top-k logits.
+    """
+    return {
+        "num_moe_experts": experts,
+        "moe_ffn_hidden_size": ffn,
+        "moe_router_topk": need(c, "num_experts_per_tok"),
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": not normalise,
+        "moe_layer_freq": [int(layer in sparse) for layer in range(need(c, "num_hidden_layers"))],
+    }
