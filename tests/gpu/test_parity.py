@@ -18,7 +18,7 @@ from tests.gpu.policy import ALL_EXPERTS, DENSE, MOE, build_policy, exported
 from tests.gpu.process import GPU, in_process, one_rank
 from tests.policy.tiny import LENS, micro_batches, trajectories
 from tests.weights.models import write_checkpoint
-from tests.weights.test_parity import file_tensors
+from tests.weights.parity import file_tensors
 
 pytestmark = pytest.mark.gpu
 
