@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_gspo.weights.bind import Binding, Bound
-from megatron_gspo.weights.plan import Bucket, ExportPlan, Holding, Item, TensorSpec, assign, buckets
+from megatron_gspo.weights.plan import Bucket, ExportPlan, Holding, Item, TensorSpec, assign, buckets, parts
 
-__all__ = ["Bucket", "ExportPlan", "TensorSpec", "buckets", "gather", "plan_export"]
+__all__ = ["Bucket", "ExportPlan", "TensorSpec", "buckets", "gather", "parts", "plan_export"]
 
 
 def plan_export(binding: Binding, dtype: torch.dtype | None = None) -> ExportPlan:

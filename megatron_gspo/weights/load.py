@@ -62,9 +62,7 @@ def load_hf(directory: str | Path, binding: Binding, progress: Callable[[int, in
             sources = places[bound.claim.index]
             shard = torch.zeros(bound.parameter.shape, dtype=bound.parameter.dtype)
             for piece in bound.pieces():
-                part = _read(checkpoint, sources[piece.source], piece)
-                shard[piece.put].copy_(part.to(shard.dtype))
-                size_bytes += part.nbytes
+                size_bytes += _read_into(checkpoint, sources[piece.source], piece, shard[piece.put])
             with torch.no_grad():
                 bound.parameter.copy_(shard)
             tensors.update(place.tensor.name for place in sources)
@@ -87,15 +85,19 @@ def checkpoint_shapes(directory: str | Path, binding: Binding) -> dict[str, tupl
         }
 
 
-def _read(checkpoint: HFCheckpoint, place: _Place, piece: Piece) -> torch.Tensor:
-    part = checkpoint.read(place.name, place.region(piece.take))
+def _read_into(checkpoint: HFCheckpoint, place: _Place, piece: Piece, out: torch.Tensor) -> int:
+    """Fills `out`; returns the bytes of the numbers that were read."""
+    region = place.region(piece.take)
+    checkpoint.read_into(place.name, region, out)
     for duplicate in place.tensor.duplicates:
-        if duplicate in checkpoint.files and not torch.equal(part, checkpoint.read(duplicate, piece.take)):
+        if duplicate in checkpoint.files and not torch.equal(
+            checkpoint.read(place.name, region), checkpoint.read(duplicate, piece.take)
+        ):
             raise ValueError(
                 f"{checkpoint.directory}: config.json ties {duplicate} to {place.name}, but their values differ; "
                 "set tie_word_embeddings to false or remove one of them"
             )
-    return part
+    return out.numel() * checkpoint.dtype(place.name).itemsize
 
 
 def _conversion(source: torch.dtype, target: torch.dtype) -> list[str]:

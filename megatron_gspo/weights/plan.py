@@ -139,16 +139,27 @@ def buckets(plan: ExportPlan, size_bytes: int) -> tuple[Bucket, ...]:
     """
     if size_bytes <= 0:
         raise ValueError(f"size_bytes must be positive, got {size_bytes}")
-    queues: dict[int, list[list[Item]]] = defaultdict(list)
-    filled: dict[int, int] = {}
+    by_sender: dict[int, list[Item]] = defaultdict(list)
     for item in plan.items:
-        queue = queues[item.sender]
-        if not queue or filled[item.sender] + item.size_bytes > size_bytes:
-            queue.append([])
-            filled[item.sender] = 0
-        queue[-1].append(item)
-        filled[item.sender] += item.size_bytes
-    turns = zip_longest(*(queues[sender] for sender in sorted(queues)))
+        by_sender[item.sender].append(item)
+    turns = zip_longest(*(_lots(by_sender[sender], size_bytes) for sender in sorted(by_sender)))
     return tuple(
         Bucket(items[0].sender, tuple(items), plan.binding) for turn in turns for items in turn if items is not None
     )
+
+
+def parts(bucket: Bucket, size_bytes: int) -> tuple[Bucket, ...]:
+    """`bucket` in smaller ones, in its order."""
+    return tuple(Bucket(bucket.sender, tuple(lot), bucket.binding) for lot in _lots(bucket.items, size_bytes))
+
+
+def _lots(items: Sequence[Item], size_bytes: int) -> list[list[Item]]:
+    lots: list[list[Item]] = []
+    filled = 0
+    for item in items:
+        if not lots or filled + item.size_bytes > size_bytes:
+            lots.append([])
+            filled = 0
+        lots[-1].append(item)
+        filled += item.size_bytes
+    return lots

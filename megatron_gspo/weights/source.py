@@ -1,94 +1,153 @@
-"""An HF checkpoint on disk: which tensors it holds, and slices of them. Headers are read, tensors only as asked."""
+"""An HF checkpoint on disk: which tensors it holds, and regions of them. Headers are read, tensors only as asked."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections import defaultdict
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
+from megatron_gspo.weights import pickles
 from megatron_gspo.weights.claims import listing
+from megatron_gspo.weights.forms import BlockFP8, Form, Stored, form_of, logical_names
 from megatron_gspo.weights.rules import Shape
+from megatron_gspo.weights.safetensors_file import SafetensorsFile
+from megatron_gspo.weights.tensor_file import Slices
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 
 
 class HFCheckpoint:
-    """A directory with `model.safetensors`, or with `model.safetensors.index.json` and its shards.
+    """A directory with `model.safetensors`, or with `model.safetensors.index.json` and its shards. Quantised tensors
+    are decoded where they are read: names, shapes and dtypes are those of the decoded ones.
 
-    Raises FileNotFoundError naming what is missing, and ValueError naming a file that is damaged. `files` maps each
-    tensor's name to its file.
+    `files` maps each tensor's name to its file, `form(name)` reads one. With `allow_pickle`, a directory that has
+    `pytorch_model.bin` (or its index) instead is read by torch.load(weights_only=True), which executes nothing.
+    Raises FileNotFoundError naming what is missing, and ValueError naming a file that is damaged, a quantisation that
+    is not read, or pickle files without the flag.
     """
 
-    def __init__(self, directory: str | Path):
+    def __init__(self, directory: str | Path, *, allow_pickle: bool = False):
         self.directory = Path(directory)
-        self._stack = ExitStack()
-        self._open: dict[str, safe_open] = {}
-        self.files = self._sharded() if (self.directory / INDEX).exists() else self._single()
+        self._opened: dict[str, SafetensorsFile | pickles.PickleFile] = {}
+        self._index: Path | None = None
+        self.form = cache(self._find_form)
+        self.quantization = self._config().get("quantization_config")
+        self._stored = self._find_files(allow_pickle)
+        names = logical_names(self._stored, self.quantization)
+        self.files = {name: self._stored[name] for name in names}
 
     def __enter__(self) -> HFCheckpoint:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
-        self._stack.close()
+        for file in self._opened.values():
+            file.close()
 
     def shape(self, name: str) -> Shape:
-        return tuple(self._file(name).get_slice(name).get_shape())
+        return self.form(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Raises ValueError for a dtype that is no plain float, such as that of a quantised checkpoint."""
-        code = self._file(name).get_slice(name).get_dtype()
-        if code not in DTYPES:
+        """Of the numbers that are read. Raises ValueError for a dtype that cannot be loaded."""
+        return self.form(name).dtype
+
+    def is_plain(self, name: str) -> bool:
+        """Whether the numbers are stored as they are read, not as codes."""
+        return not isinstance(self.form(name), BlockFP8)
+
+    def read(self, name: str, region: Slices) -> torch.Tensor:
+        """`tensor[region]` on the CPU, in `dtype(name)`; nothing else of the tensor is read."""
+        form = self.form(name)
+        kept = torch.empty(form.shape, device="meta")[tuple(region)].shape
+        part = torch.empty(kept, dtype=form.dtype)
+        form.read_into(region, part)
+        return part
+
+    def read_into(self, name: str, region: Slices, out: torch.Tensor) -> None:
+        """Copies `tensor[region]` into `out`, on the CPU, converted to its dtype."""
+        self.form(name).read_into(region, out)
+
+    def parts(self, name: str) -> dict[str, Form]:
+        """What the files hold for `name`, by their names: the tensor itself, or its codes and factors."""
+        form = self.form(name)
+        parts = (form.codes, form.scales) if isinstance(form, BlockFP8) else ()
+        return {part.name: part for part in parts} or {name: form}
+
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Opens every file, so that whatever is cut off or misplaced is known before the first tensor is read.
+
+        Raises ValueError naming files that are damaged, or that hold other tensors than the index says.
+        """
+        by_file = defaultdict[str, set[str]](set)
+        for name, file in self._stored.items():
+            by_file[file].add(name)
+        for done, (file, names) in enumerate(sorted(by_file.items()), start=1):
+            found = set(self._open(file).tensors)
+            if found != names:
+                kinds = {"lacks": names - found, "holds besides": found - names}
+                text = "; ".join(f"{kind} {listing(sorted(which))}" for kind, which in kinds.items() if which)
+                raise ValueError(f"{self.directory / file} is not what {self._index} says: it {text}")
+            if progress is not None:
+                progress(done, len(by_file))
+
+    def _config(self) -> dict[str, Any]:
+        path = self.directory / CONFIG
+        return read_json(path, "an object") if path.exists() else {}
+
+    def _find_form(self, name: str) -> Form:
+        return form_of(name, self._find, self.quantization)
+
+    def _find(self, name: str) -> Stored | None:
+        file = self._stored.get(name)
+        if file is None:
+            return None
+        tensors = self._open(file).tensors
+        if name not in tensors:
             raise ValueError(
-                f"{self.directory / self.files[name]}: {name} is {code}; only {', '.join(DTYPES)} can be loaded. "
-                "Dequantise the checkpoint first"
+                f"{self.directory / file}: holds no {name}, which {self._index} says; copy the checkpoint again"
             )
-        return DTYPES[code]
+        return tensors[name]
 
-    def read(self, name: str, region: Sequence[slice | int]) -> torch.Tensor:
-        """`tensor[region]` on the CPU, in the file's dtype; nothing else of the tensor is read."""
-        return self._file(name).get_slice(name)[tuple(region)]
-
-    def _file(self, name: str) -> safe_open:
-        file = self.files[name]
-        opened = self._opened(file)
-        if name not in opened.keys():  # noqa: SIM118  (no mapping)
-            raise ValueError(f"{self.directory / file}: holds no {name}, which {INDEX} says; copy the checkpoint again")
-        return opened
-
-    def _opened(self, file: str) -> safe_open:
-        if file not in self._open:
+    def _open(self, file: str) -> SafetensorsFile | pickles.PickleFile:
+        if file not in self._opened:
             path = self.directory / file
-            try:
-                self._open[file] = self._stack.enter_context(safe_open(path, framework="pt"))
-            except SafetensorError as error:
-                raise ValueError(
-                    f"{path} ({path.stat().st_size} bytes) is damaged or no safetensors file: {error}; copy it again"
-                ) from error
-        return self._open[file]
+            self._opened[file] = pickles.PickleFile(path) if pickles.is_pickle(path) else SafetensorsFile(path)
+        return self._opened[file]
 
-    def _single(self) -> dict[str, str]:
-        path = self.directory / SINGLE
-        if not path.exists():
-            raise FileNotFoundError(
-                f"{self.directory}: neither {SINGLE} nor {INDEX}; an HF safetensors checkpoint has one"
-            )
-        return dict.fromkeys(self._opened(SINGLE).keys(), SINGLE)
+    def _find_files(self, allow_pickle: bool) -> dict[str, str]:
+        names = [(INDEX, SINGLE), *([(pickles.INDEX, pickles.SINGLE)] if allow_pickle else [])]
+        for index, single in names:
+            if (self.directory / index).exists():
+                return self._sharded(self.directory / index)
+            if (self.directory / single).exists():
+                return dict.fromkeys(self._open(single).tensors, single)
+        pickles.refuse(self.directory)
+        raise FileNotFoundError(f"{self.directory}: neither {SINGLE} nor {INDEX}; an HF safetensors checkpoint has one")
 
-    def _sharded(self) -> dict[str, str]:
-        index = self.directory / INDEX
-        try:
-            files = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{index}: expected JSON with a weight_map, got {type(error).__name__}: {error}"
-            ) from error
+    def _sharded(self, index: Path) -> dict[str, str]:
+        files = read_json(index, "a weight_map").get("weight_map")
+        if not isinstance(files, dict):
+            raise ValueError(f"{index}: expected JSON with a weight_map, got {type(files).__name__}")
+        self._index = index
         missing = sorted(file for file in set(files.values()) if not (self.directory / file).exists())
         if missing:
-            raise FileNotFoundError(f"{self.directory}: shards named in {INDEX} that are not there: {listing(missing)}")
+            raise FileNotFoundError(
+                f"{self.directory}: shards named in {index.name} that are not there: {listing(missing)}"
+            )
         return files
+
+
+def read_json(path: Path, what: str) -> dict[str, Any]:
+    """The JSON object in `path`. Raises ValueError naming it where it holds none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: expected JSON with {what}, got {type(error).__name__}: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected JSON with {what}, got {type(value).__name__}")
+    return value

@@ -82,7 +82,7 @@ EDITS: dict[str, tuple[Callable[[Tensors], Any], list[str]]] = {
     ),
     "quantised": (
         lambda t: t.update({"lm_head.weight": torch.zeros(128, 32, dtype=torch.float8_e4m3fn)}),
-        ["lm_head.weight is F8_E4M3", "Dequantise"],
+        ["lm_head.weight is float8_e4m3fn", "Dequantise"],
     ),
     "rotary buffer": (
         lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}),

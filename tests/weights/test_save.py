@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megatron_gspo.config.schema import LayoutConfig
-from megatron_gspo.weights import save
+from megatron_gspo.weights import tensor_file
 from megatron_gspo.weights.bind import bind
 from megatron_gspo.weights.export import plan_export
 from megatron_gspo.weights.load import load_hf
@@ -68,13 +69,14 @@ def test_transformers_loads_what_four_ranks_wrote(tmp_path: Path):
     assert all(torch.equal(kept[name], tensor) for name, tensor in expected.items())
 
 
-def fail_to_write(path: Path, tensors: dict) -> None:
-    if path.name.startswith("model-00003"):
-        raise OSError(28, "No space left on device", str(path))
+def fail_to_write(descriptor: int, data: memoryview, offset: int) -> None:
+    if os.readlink(f"/proc/self/fd/{descriptor}").split("/")[-1].startswith("model-00003"):
+        raise OSError(28, "No space left on device")
+    os.pwrite(descriptor, data, offset)
 
 
 def export_on_full_disk(source: Path, target: Path) -> list[str]:
-    save._write_shard = fail_to_write
+    tensor_file.write_all = fail_to_write
     return export(source, {target: None})
 
 
