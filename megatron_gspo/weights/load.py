@@ -27,7 +27,7 @@ class LoadReport:
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """Where a checkpoint keeps an HF tensor: `name` itself, or rows [row, ...) of entry `expert` of a stacked one."""
 
     tensor: HFTensor
@@ -55,14 +55,12 @@ def load_hf(directory: str | Path, binding: Binding, progress: Callable[[int, in
     values may be pending.
     """
     with HFCheckpoint(directory) as checkpoint:
-        places = _places(checkpoint, binding)
-        _check_shapes(checkpoint, binding.bound, places)
+        places = locate(checkpoint, binding)
         size_bytes, tensors, conversions = 0, set[str](), Counter[str]()
         for done, bound in enumerate(binding.bound, start=1):
             sources = places[bound.claim.index]
-            shard = torch.zeros(bound.parameter.shape, dtype=bound.parameter.dtype)
-            for piece in bound.pieces():
-                size_bytes += _read_into(checkpoint, sources[piece.source], piece, shard[piece.put])
+            shard = torch.empty(bound.parameter.shape, dtype=bound.parameter.dtype)
+            size_bytes += read_shard(checkpoint, sources, bound, shard)
             with torch.no_grad():
                 bound.parameter.copy_(shard)
             tensors.update(place.tensor.name for place in sources)
@@ -85,7 +83,25 @@ def checkpoint_shapes(directory: str | Path, binding: Binding) -> dict[str, tupl
         }
 
 
-def _read_into(checkpoint: HFCheckpoint, place: _Place, piece: Piece, out: torch.Tensor) -> int:
+def locate(checkpoint: HFCheckpoint, binding: Binding) -> list[tuple[Place, ...]]:
+    """Where `checkpoint` keeps the HF tensors of every claim of the model, by the claim's index. Raises ValueError
+    naming tensors that are missing or that no rule claims, and those of this rank's parameters whose shape is not what
+    config.json says."""
+    places = _places(checkpoint, binding)
+    _check_shapes(checkpoint, binding.bound, places)
+    return places
+
+
+def read_shard(checkpoint: HFCheckpoint, places: Sequence[Place], bound: Bound, out: torch.Tensor) -> int:
+    """Fills `out` [the parameter's shape, any dtype, on the CPU] from the `places` of its claim, and what no HF tensor
+    holds with zeros. Returns the bytes of the numbers that were read."""
+    pieces = list(bound.pieces())
+    if sum(out[piece.put].numel() for piece in pieces) < out.numel():
+        out.zero_()
+    return sum(_read_into(checkpoint, places[piece.source], piece, out[piece.put]) for piece in pieces)
+
+
+def _read_into(checkpoint: HFCheckpoint, place: Place, piece: Piece, out: torch.Tensor) -> int:
     """Fills `out`; returns the bytes of the numbers that were read."""
     region = place.region(piece.take)
     checkpoint.read_into(place.name, region, out)
@@ -104,17 +120,17 @@ def _conversion(source: torch.dtype, target: torch.dtype) -> list[str]:
     return [] if source == target else [f"{source} -> {target}".replace("torch.", "")]
 
 
-def _places(checkpoint: HFCheckpoint, binding: Binding) -> list[tuple[_Place, ...]]:
+def _places(checkpoint: HFCheckpoint, binding: Binding) -> list[tuple[Place, ...]]:
     """Of every claim of the model: where `checkpoint` keeps its HF tensors."""
     files, used = checkpoint.files, set[str]()
     missing, twice, places = [], [], []
     for claim in binding.claims:
         row = []
         for tensor in claim.hf:
-            options = [_Place(tensor, tensor.name, tensor.shape)]
+            options = [Place(tensor, tensor.name, tensor.shape)]
             if tensor.stacked is not None:
                 stacked = tensor.stacked
-                options.append(_Place(tensor, stacked.name, stacked.shape, claim.expert, stacked.row))
+                options.append(Place(tensor, stacked.name, stacked.shape, claim.expert, stacked.row))
             present = [place for place in options if place.name in files]
             if not present:
                 missing.append(tensor.name)
@@ -136,7 +152,7 @@ def _places(checkpoint: HFCheckpoint, binding: Binding) -> list[tuple[_Place, ..
     return places
 
 
-def _check_shapes(checkpoint: HFCheckpoint, bound: Sequence[Bound], places: Sequence[tuple[_Place, ...]]) -> None:
+def _check_shapes(checkpoint: HFCheckpoint, bound: Sequence[Bound], places: Sequence[tuple[Place, ...]]) -> None:
     wrong = []
     for place in dict.fromkeys(place for entry in bound for place in places[entry.claim.index]):
         names = (place.name, *(name for name in place.tensor.duplicates if name in checkpoint.files))
