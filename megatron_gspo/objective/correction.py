@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from megatron_gspo.objective.metrics import EffectiveSampleSize, Metric, TokenMean
@@ -80,17 +79,16 @@ def apply_corrections(x: Ratios, corrections: Sequence[tuple[str, Correction]]) 
     with weight 0, over all trained tokens. correction_weight: the mean weight; correction_ess: effective sample size of
     the weights over their number.
     """
-    weight, count = torch.ones_like(x.log_ratio), x.used.double().sum()
+    weight = x.used.double()
     metrics: dict[str, Metric] = {}
     for name, correction in corrections:
         part = correction(x)
         weight = weight * part.weight
-        metrics[f"{name}_fraction"] = TokenMean(part.touched.double().sum(), count)
-    weight = torch.where(x.used, weight, 0.0)
+        metrics[f"{name}_fraction"] = TokenMean(part.touched.sum().double(), x.count)
     metrics |= {
-        "correction_weight": TokenMean(weight.sum(), count),
-        "correction_dropped": TokenMean((x.used & (weight == 0)).double().sum(), count),
-        "correction_ess": EffectiveSampleSize.of(weight, x.used),
+        "correction_weight": TokenMean(weight.sum(), x.count),
+        "correction_dropped": TokenMean(x.count - weight.count_nonzero(), x.count),
+        "correction_ess": EffectiveSampleSize.of(weight, x.used.double()),
     }
     return weight, metrics
 

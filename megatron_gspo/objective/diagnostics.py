@@ -14,6 +14,7 @@ from megatron_gspo.objective.metrics import (
     SequenceValues,
     Sum,
     TokenMean,
+    TokenQuantiles,
 )
 from megatron_gspo.objective.segment import segment_sum
 from megatron_gspo.objective.surrogate import Surrogate
@@ -25,20 +26,21 @@ def ratio_diagnostics(x: Ratios, term: Surrogate) -> dict[str, Metric]:
 
     clip_fraction: clipped tokens over all trained tokens (arXiv 2507.18071, figure 2). clip_fraction_sequence: mean
     over sequences of the clipped share of their tokens: for a ratio of sequences, the share of clipped sequences.
-    ratio: exp of the mean log-ratio, per sequence. token_log_ratio: smallest and largest, 0 among them.
+    ratio: exp of the mean log-ratio, per sequence. token_log_ratio: smallest and largest (0 among them) and quantiles.
     abs_log_ratio_max: of the ratio that the objective uses; ess: its effective sample size over the number of tokens.
     kl_k1, kl_k3: means over tokens of -log r and r - 1 - log r, estimates of KL(old || new).
     """
     log_r, lens = x.log_ratio, x.lens.clamp(min=1)
-    clipped, here = (segment_sum(flag.float(), x.tokens.offsets).double() for flag in (term.clipped & x.used, x.used))
-    count, log_r_sum = here.sum(), log_r.sum()
+    clipped, counts = _counts(term, x)
+    log_r_sum = log_r.sum()
     lowest, highest = _extremes(log_r)
     return {
-        "clip_fraction": TokenMean(clipped.sum(), count),
-        "clip_fraction_sequence": TokenMean((clipped / lens).sum(), (here / lens).sum()),
-        "kl_k1": TokenMean(-log_r_sum, count),
-        "kl_k3": TokenMean(torch.expm1(log_r).sum() - log_r_sum, count),
-        "ess": EffectiveSampleSize.of(term.log_ratio.exp(), x.used),
+        "clip_fraction": TokenMean(clipped.sum(), x.count),
+        "clip_fraction_sequence": TokenMean((clipped / lens).sum(), (x.num_used / lens).sum()),
+        "kl_k1": TokenMean(-log_r_sum, x.count),
+        "kl_k3": TokenMean(torch.expm1(log_r).sum() - log_r_sum, x.count),
+        "ess": EffectiveSampleSize.of(term.log_ratio.exp(), counts),
+        "token_log_ratio": TokenQuantiles(log_r.bfloat16(), log_r.numel() - x.count),
         "ratio": SequenceValues(x.tokens.rows, torch.where(x.valid, x.log_s.exp(), torch.nan)),
         "token_log_ratio_min": Min(lowest),
         "token_log_ratio_max": Max(highest),
@@ -56,9 +58,9 @@ def policy_diagnostics(logp: Tensor, entropy: Tensor, rollout_logp: Tensor, mask
     """
     check_shapes("token", mask.numel(), logp=logp, entropy=entropy, rollout_logp=rollout_logp)
     gap = (logp - rollout_logp).abs()  # of two near numbers: exact in their own dtype
-    compared = mask & (gap < torch.inf)
-    gap = torch.where(compared, gap, 0.0)
-    count, num_compared = mask.sum().double(), compared.sum().double()
+    compared = (gap < torch.inf).logical_and_(mask)
+    gap = gap.masked_fill_(~compared, 0.0)
+    count, num_compared = mask.count_nonzero().double(), compared.count_nonzero().double()
     return {
         "entropy": TokenMean(torch.where(mask, entropy, 0.0).sum(dtype=torch.float64), count),
         "rollout_gap": TokenMean(gap.sum(dtype=torch.float64), num_compared),
@@ -70,3 +72,10 @@ def policy_diagnostics(logp: Tensor, entropy: Tensor, rollout_logp: Tensor, mask
 def _extremes(values: Tensor) -> tuple[Tensor, Tensor]:
     """Smallest and largest of values [t], which are 0 where a token is not used; 0 and 0 without tokens."""
     return values.aminmax() if values.numel() else (values.sum(), values.sum())
+
+
+def _counts(term: Surrogate, x: Ratios) -> tuple[Tensor, Tensor]:
+    """[m]: clipped tokens of each sequence here; and how many tokens each of the term's elements stands for."""
+    if x.is_of_sequences(term.clipped):
+        return term.clipped * x.num_used, x.num_used
+    return segment_sum((term.clipped & x.used).float(), x.tokens.offsets).double(), x.used.double()

@@ -14,4 +14,6 @@ def clipped_tokens(x: Ratios, *, clip_low: float, clip_high: float) -> Surrogate
     DAPO (arXiv 2503.14476, eq. 8): clip_high above clip_low, averaged over all tokens.
     Dr.GRPO (arXiv 2503.20783, section 3.2): A_i without std, summed over tokens and divided by a constant.
     """
-    return clipped_surrogate(x.log_ratio.exp(), x, clip_low=clip_low, clip_high=clip_high, log_ratio=x.log_ratio)
+    return clipped_surrogate(
+        x.log_ratio.exp(), x.advantages, clip_low=clip_low, clip_high=clip_high, log_ratio=x.log_ratio
+    )

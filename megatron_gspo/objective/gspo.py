@@ -17,8 +17,9 @@ def gspo_token(x: Ratios, *, clip_low: float, clip_high: float) -> Surrogate:
 
         J    = (1/N) sum_i min( s_i A_i, clip(s_i) A_i )                                        (eq. 5)
 
-    A rank sums over its own tokens, so the shares of the CP ranks add up to the loss, gradients likewise, and no
-    collective stands in the backward pass.
+    Terms are [m] then, one for all tokens of a sequence. A rank sums over its own tokens, so the shares of the CP ranks
+    add up to the loss, gradients likewise, and no collective stands in the backward pass.
     """
-    log_s = x.spread(x.log_s)
-    return clipped_surrogate(log_s.exp(), x, clip_low=clip_low, clip_high=clip_high, log_ratio=log_s)
+    a = x.given_advantages
+    log_s = x.log_s if x.is_of_sequences(a) else x.spread(x.log_s)
+    return clipped_surrogate(log_s.exp(), a, clip_low=clip_low, clip_high=clip_high, log_ratio=log_s)

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_BFLOAT16 = 2**16  # how many of its numbers there are
+
 
 class Scope(Enum):
     """Which all-reduce a metric takes part in."""
@@ -89,13 +91,6 @@ class TokenMean(Metric):
 
 
 @dataclass(frozen=True, eq=False)
-class SequenceMean(TokenMean):
-    """total / count over sequences (or weights of sequences), [] each; 0 over none."""
-
-    scope = Scope.sequence_sum
-
-
-@dataclass(frozen=True, eq=False)
 class EffectiveSampleSize(Metric):
     """(sum w)^2 / (n sum w^2) over tokens (Kish), from 1 (equal weights) to 1 / n; each []. 0 over none."""
 
@@ -105,10 +100,10 @@ class EffectiveSampleSize(Metric):
     count: Tensor
 
     @classmethod
-    def of(cls, weights: Tensor, used: Tensor) -> Self:
-        """Of weights [t] float64, where used [t] bool. Weights beyond 1e150 count as that: their squares must add."""
-        w = torch.where(used, weights, 0.0).clamp_(max=1e150)
-        return cls(w.sum(), torch.dot(w, w), used.double().sum())
+    def of(cls, weights: Tensor, counts: Tensor) -> Self:
+        """Of weights [k], each that of counts [k] tokens; float64. Beyond 1e150 they count as that, to be squared."""
+        w = weights.masked_fill(counts == 0, 0.0).clamp_(max=1e150)
+        return cls(torch.dot(w, counts), torch.dot(w.square(), counts), counts.sum())
 
     def merge(self, other: Self) -> Self:
         return type(self)(self.total + other.total, self.squares + other.squares, self.count + other.count)
@@ -128,11 +123,6 @@ class Max(Metric):
     scope = Scope.maximum
     value: Tensor
 
-    @classmethod
-    def of(cls, values: Tensor, used: Tensor) -> Self:
-        """Of values [k] where used [k] bool."""
-        return cls(_largest(values, used))
-
     def merge(self, other: Self) -> Self:
         return type(self)(torch.maximum(self.value, other.value))
 
@@ -150,11 +140,6 @@ class Min(Metric):
     scope = Scope.maximum
     value: Tensor
 
-    @classmethod
-    def of(cls, values: Tensor, used: Tensor) -> Self:
-        """Of values [k] where used [k] bool."""
-        return cls(-_largest(-values, used))
-
     def merge(self, other: Self) -> Self:
         return type(self)(torch.minimum(self.value, other.value))
 
@@ -163,6 +148,37 @@ class Min(Metric):
 
     def unpack(self, name: str, packed: Tensor) -> dict[str, float]:
         return {name: math.nan if packed == -math.inf else -packed.item()}
+
+
+@dataclass(frozen=True, eq=False)
+class TokenQuantiles(Metric):
+    """1 % and 99 % quantiles over tokens: the least value that so many are not above; nan where there are none.
+
+    values [t] bfloat16, two bytes a token: rounded to 8 bits, a quantile is off by at most 1 / 256 of itself. Its
+    65,536 numbers are the bins of a histogram, whose counts add up exactly in any order. not_used []: how many of the
+    values are a 0 that does not count.
+    """
+
+    scope = Scope.token_sum
+    values: Tensor
+    not_used: Tensor
+
+    def merge(self, other: Self) -> Self:
+        return type(self)(torch.cat([self.values, other.values]), self.not_used + other.not_used)
+
+    def pack(self, num_rows: int) -> Tensor:
+        counts = torch.bincount(self.values.view(torch.int16).long() % _BFLOAT16, minlength=_BFLOAT16).double()
+        counts[0] -= self.not_used
+        return counts
+
+    def unpack(self, name: str, packed: Tensor) -> dict[str, float]:
+        bits = torch.arange(_BFLOAT16).to(torch.int16)  # wraps around: the sign comes last
+        bins, order = bits.view(torch.bfloat16).double().sort()
+        below = packed[order].cumsum(0)
+        total = below[-1]
+        places = torch.searchsorted(below, total * below.new_tensor([0.01, 0.99]))
+        low, high = bins[places].tolist() if total else (math.nan, math.nan)
+        return {f"{name}_p01": low, f"{name}_p99": high}
 
 
 @dataclass(frozen=True, eq=False)
@@ -292,8 +308,3 @@ def _agree(metrics: Mapping[str, Metric], group: dist.ProcessGroup | None, devic
 
 def _num_rows(rows: Tensor) -> int:
     return int(rows.max()) + 1 if rows.numel() else 0
-
-
-def _largest(values: Tensor, used: Tensor) -> Tensor:
-    none = values.new_tensor([-math.inf])
-    return torch.cat([values.masked_fill(~used, -math.inf), none]).amax()

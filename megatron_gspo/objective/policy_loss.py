@@ -12,8 +12,8 @@ from megatron_gspo.objective.diagnostics import ratio_diagnostics
 from megatron_gspo.objective.metrics import Metric, Sum, TokenMean
 from megatron_gspo.objective.reference import kl_penalty
 from megatron_gspo.objective.slope import with_slope
-from megatron_gspo.objective.surrogate import Objective
-from megatron_gspo.objective.tokens import Tokens, importance_ratios
+from megatron_gspo.objective.surrogate import Objective, Surrogate
+from megatron_gspo.objective.tokens import Ratios, Tokens, importance_ratios
 
 
 def policy_loss(
@@ -35,17 +35,28 @@ def policy_loss(
     """
     x = importance_ratios(tokens)
     term = objective(x)
-    weight = x.spread(weights).masked_fill_(~x.used, 0.0)
     metrics: dict[str, Metric] = {}
-    policy_weight = weight
+    correction = None
     if corrections:
         correction, metrics = apply_corrections(x, corrections)
-        policy_weight = weight * correction
-    loss, slope = -torch.dot(policy_weight, term.value), policy_weight * term.slope
+    total, slope = _weighted(term, weights, correction, x)
+    loss = -total
     if kl:
         estimator, beta = kl
         penalty, penalty_slope = kl_penalty(x, estimator)
+        weight = x.spread(weights)
         loss = loss + beta * torch.dot(weight, penalty)
         slope -= beta * weight * penalty_slope
-        metrics["kl_reference"] = TokenMean(penalty.sum(), x.used.double().sum())
-    return loss + with_slope(x.tokens.logp, -slope), {"loss": Sum(loss), **metrics, **ratio_diagnostics(x, term)}
+        metrics["kl_reference"] = TokenMean(penalty.sum(), x.count)
+    return loss + with_slope(x.tokens.logp, slope.neg_()), {"loss": Sum(loss), **metrics, **ratio_diagnostics(x, term)}
+
+
+def _weighted(term: Surrogate, weights: Tensor, correction: Tensor | None, x: Ratios) -> tuple[Tensor, Tensor]:
+    """sum_i w_i sum_t c_it J_it over this rank's tokens [], and its slope [t]."""
+    if correction is None and x.is_of_sequences(term.value):
+        slope = x.spread(weights * term.slope).masked_fill_(~x.used, 0.0)
+        return torch.dot(weights * x.num_used, term.value), slope
+    weight = x.spread(weights).masked_fill_(~x.used, 0.0)
+    if correction is not None:
+        weight *= correction
+    return torch.dot(weight, x.at_tokens(term.value)), weight.mul_(x.at_tokens(term.slope))

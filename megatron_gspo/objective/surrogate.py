@@ -13,7 +13,9 @@ from megatron_gspo.objective.tokens import Ratios
 
 @dataclass(frozen=True, eq=False)
 class Surrogate:
-    """A token's term J_t of an objective that is maximised; all [t], detached, finite where a token is not used.
+    """A token's term J_t of an objective that is maximised; detached, finite where a token is not used.
+
+    All are [t], or [m] where the tokens of a sequence have them in common.
 
     value: J_t. slope: dJ_t / d log pi(y_t), given in closed form beside it, so that no autograd rule meets an infinite
     ratio; float64. clipped: the trust region cut the slope off. log_ratio: log of the ratio that the objective uses.
@@ -29,13 +31,15 @@ class Surrogate:
 Objective = Callable[[Ratios], Surrogate]
 
 
-def clipped_surrogate(ratio: Tensor, x: Ratios, *, clip_low: float, clip_high: float, log_ratio: Tensor) -> Surrogate:
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, log_ratio: Tensor
+) -> Surrogate:
     """min( r A, clip(r, 1 - clip_low, 1 + clip_high) A ) of PPO (arXiv 1707.06347, eq. 7); its slope is r A or 0.
 
-    At r on a bound the unclipped slope is kept; A = 0 is never clipped. ratio, log_ratio [t] float64.
+    At r on a bound the unclipped slope is kept; A = 0 is never clipped. All [t] or [m] float64.
     """
-    unclipped = ratio * x.advantages
-    bounded = ratio.clamp(1 - clip_low, 1 + clip_high).mul_(x.advantages)
+    unclipped = ratio * advantages
+    bounded = ratio.clamp(1 - clip_low, 1 + clip_high).mul_(advantages)
     is_clipped = bounded < unclipped
     value = torch.minimum(unclipped, bounded)
     slope = unclipped.masked_fill_(is_clipped, 0.0)

@@ -45,8 +45,10 @@ class Tokens:
     ref_logp: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Raises ValueError for tensors that do not belong together."""
+        """Raises ValueError for tensors that do not belong together, or that could be of tokens or of sequences."""
         t, m = self.mask.numel(), self.offsets.numel() - 1
+        if t == m > 0:
+            raise ValueError(f"[t] and [m] are told apart by size, and both are {m}; add an untrained position")
         check_shapes("token", t, mask=self.mask, logp=self.logp, old_logp=self.old_logp)
         check_shapes("token", t, **{k: v for k, v in self._optional().items() if v is not None})
         check_shapes("sequence", m, trained_lens=self.trained_lens, rows=self.rows)
@@ -61,9 +63,9 @@ class Tokens:
 class Ratios:
     """Importance ratios of `Tokens`, all detached; float64 unless said.
 
-    used [t] bool: trained tokens of valid sequences. sequence [t] int64: the token's sequence; m is padding.
+    used [t] bool: trained tokens of valid sequences. sequence [t] int32: the token's sequence; m is padding.
     log_ratio [t]: log(pi / pi_old), 0 where a token is not used; -inf (a new probability of 0) is a value.
-    advantages [t]: A_it, finite everywhere.
+    given_advantages: A_i [m] or A_it [t], as `Tokens` has them, finite everywhere.
     log_s [m]: mean of log_ratio over a sequence's trained tokens on all CP ranks.
     lens [m]: |y_i|. valid, bad [m] bool: a valid sequence has trained tokens and no bad value. A bad one has a
     log-probability that no probability gives (nan, +inf), or of -inf in a policy other than the trained one, at a
@@ -73,7 +75,7 @@ class Ratios:
     used: Tensor
     sequence: Tensor
     log_ratio: Tensor
-    advantages: Tensor
+    given_advantages: Tensor
     log_s: Tensor
     lens: Tensor
     valid: Tensor
@@ -97,6 +99,21 @@ class Ratios:
         return self.gap
 
     @cached_property
+    def advantages(self) -> Tensor:
+        """[t]: A_it."""
+        return self.at_tokens(self.given_advantages)
+
+    @cached_property
+    def num_used(self) -> Tensor:
+        """[m]: used tokens of each sequence on this rank."""
+        return segment_sum(self.used.float(), self.tokens.offsets).double()
+
+    @cached_property
+    def count(self) -> Tensor:
+        """[]: used tokens on this rank."""
+        return self.num_used.sum()
+
+    @cached_property
     def logp(self) -> Tensor:
         """[t]: log pi(y_t) of used tokens, else 0; -inf is a value."""
         return torch.where(self.used, self.tokens.logp.detach().double(), 0.0)
@@ -108,7 +125,15 @@ class Ratios:
 
     def spread(self, values: Tensor) -> Tensor:
         """[t]: every token's own of `values` [m]; 0 for padding."""
-        return torch.cat([values, values.new_zeros(1)])[self.sequence]
+        return spread(values, self.sequence)
+
+    def is_of_sequences(self, values: Tensor) -> bool:
+        """Whether `values` are [m], one for all tokens of a sequence, rather than [t]."""
+        return values.numel() == self.lens.numel()
+
+    def at_tokens(self, values: Tensor) -> Tensor:
+        """[t], from `values` [t] or [m]."""
+        return self.spread(values) if self.is_of_sequences(values) else values
 
     def sequence_mean(self, values: Tensor) -> Tensor:
         """[m]: (1/|y_i|) sum of `values` [t] over a sequence on all CP ranks. One all-reduce of [m] float64."""
@@ -121,13 +146,13 @@ def importance_ratios(tokens: Tokens) -> Ratios:
     Costs one all-reduce of [m] float64 ([2, m] with rollout log-probabilities) outside of the graph, however many
     tokens there are. fp32 sums of 50,000 tokens would be off by more than GSPO's clip range.
     """
-    log_ratio = tokens.logp.detach().double() - tokens.old_logp.double()
+    log_ratio = tokens.logp.detach().double() - tokens.old_logp
     summands = [log_ratio]
     # A bad token makes the sum of its sequence nan or +inf, so that one sum tells every CP rank ratio and defect. Only
     # -inf is ambiguous: the new policy's -inf is a value, any other policy's +inf is not.
     ambiguous = [tokens.old_logp]
     if tokens.rollout_logp is not None:
-        summands.append(tokens.old_logp.double() - tokens.rollout_logp.double())
+        summands.append(tokens.old_logp.double() - tokens.rollout_logp)
         ambiguous.append(tokens.rollout_logp)
     if tokens.ref_logp is not None:
         ambiguous.append(tokens.ref_logp.abs())
@@ -142,17 +167,17 @@ def importance_ratios(tokens: Tokens) -> Ratios:
     valid = (tokens.trained_lens > 0) & ~bad
     means = torch.where(valid, sums, 0.0) / tokens.trained_lens.clamp(min=1)
     sequence = sequence_of_token(tokens.offsets, tokens.mask.numel())
-    used = tokens.mask & torch.cat([valid, valid.new_zeros(1)])[sequence]
+    used = tokens.mask & spread(valid, sequence)
     unused = ~used
     for summand in summands:  # the tokens of bad sequences go too
         summand.masked_fill_(unused, 0.0)
-    per_token = tokens.advantages.shape == tokens.mask.shape
-    advantages = torch.where(used if per_token else valid, tokens.advantages.double(), 0.0)
     return Ratios(
         used=used,
         sequence=sequence,
         log_ratio=log_ratio.clamp_(max=MAX_LOG_RATIO),
-        advantages=advantages if per_token else torch.cat([advantages, advantages.new_zeros(1)])[sequence],
+        given_advantages=torch.where(
+            valid if tokens.advantages.shape == valid.shape else used, tokens.advantages.double(), 0.0
+        ),
         log_s=means[0].clamp(max=MAX_LOG_RATIO),
         lens=tokens.trained_lens,
         valid=valid,
@@ -171,9 +196,14 @@ def _sequence_sums(values: Sequence[Tensor], tokens: Tokens) -> Tensor:
 
 
 def sequence_of_token(offsets: Tensor, t: int) -> Tensor:
-    """[t] int64: which of the m sequences each of t tokens belongs to; m for padding. offsets [m+1] int64."""
+    """[t] int32: which of the m sequences each of t tokens belongs to; m for padding. offsets [m+1] int64."""
     lens = torch.cat([offsets.diff(), t - offsets[-1:]])
-    return torch.repeat_interleave(lens, output_size=t)
+    return torch.repeat_interleave(lens.int(), output_size=t)
+
+
+def spread(values: Tensor, sequence: Tensor) -> Tensor:
+    """[t]: every token's own of `values` [m], 0 for padding. sequence [t]: from `sequence_of_token`."""
+    return torch.cat([values, values.new_zeros(1)]).index_select(0, sequence)
 
 
 def check_shapes(what: str, size: int, **tensors: Tensor) -> None:

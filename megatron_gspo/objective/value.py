@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_gspo.objective.metrics import Metric, Scope, SequenceFlags, Sum, TokenMean
 from megatron_gspo.objective.segment import segment_sum
 from megatron_gspo.objective.slope import with_slope
-from megatron_gspo.objective.tokens import check_shapes, sequence_of_token
+from megatron_gspo.objective.tokens import check_shapes, sequence_of_token, spread
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,7 @@ def value_loss(tokens: ValueTokens, *, num_tokens: int, clip: float | None) -> t
     Costs one all-reduce of [m] float64, by every rank of the context-parallel group.
     """
     bad = _bad_sequences(tokens)
-    used = tokens.mask & ~_spread(bad, tokens)
+    used = tokens.mask & ~spread(bad, sequence_of_token(tokens.offsets, tokens.mask.numel()))
     values, old_values, returns = (
         torch.where(used, x.detach().double(), 0.0) for x in (tokens.values, tokens.old_values, tokens.returns)
     )
@@ -116,8 +116,3 @@ def _bad_sequences(tokens: ValueTokens) -> Tensor:
     if tokens.group is not None:
         dist.all_reduce(counts, group=tokens.group)
     return counts > 0
-
-
-def _spread(flags: Tensor, tokens: ValueTokens) -> Tensor:
-    """[t]: every token's own of `flags` [m] bool; False for padding."""
-    return torch.cat([flags, flags.new_zeros(1)])[sequence_of_token(tokens.offsets, tokens.mask.numel())]

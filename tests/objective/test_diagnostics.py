@@ -28,6 +28,7 @@ def test_ratios(name: str):
     assert got["ratio/min"] == pytest.approx(means[0]) and got["ratio/max"] == pytest.approx(means[1])
     assert got["ratio/mean"] == pytest.approx(sum(means) / 2)
     assert got["token_log_ratio_min"] == 0 and got["token_log_ratio_max"] == pytest.approx(0.5)
+    assert got["token_log_ratio_p01"] == 0 and got["token_log_ratio_p99"] == 0.5
     assert got["kl_k1"] == pytest.approx(-0.9 / 3)
     assert got["kl_k3"] == pytest.approx((math.exp(0.4) - 1.4 + math.exp(0.5) - 1.5) / 3)
     assert got["num_bad_sequences"] == 0
@@ -62,7 +63,7 @@ def test_the_ratio_that_vespo_uses_is_the_product():
 def test_a_policy_that_is_its_own_old_policy(name: str):
     tokens = tokens_of(OLD, OLD, advantages=[1, -1, 1], mask=MASK, rollout=OLD)
     got = evaluate(tokens, FAMILY[name]).reported
-    zero = ("clip_fraction", "clip_fraction_sequence", "kl_k1", "kl_k3", "abs_log_ratio_max")
+    zero = ("clip_fraction", "clip_fraction_sequence", "kl_k1", "kl_k3", "abs_log_ratio_max", "token_log_ratio_p01")
     assert [got[k] for k in zero] == [0] * len(zero)
     assert got["ess"] == got["ratio/mean"] == got["ratio/p01"] == got["ratio/p99"] == 1
 

@@ -13,10 +13,10 @@ from megatron_gspo.objective.metrics import (
     Metric,
     Min,
     SequenceFlags,
-    SequenceMean,
     SequenceValues,
     Sum,
     TokenMean,
+    TokenQuantiles,
 )
 from tests.ranks import run_ranks
 
@@ -40,10 +40,10 @@ def micro_batch(rows: list[int], values: list[float]) -> dict[str, Metric]:
     return {
         "sum": Sum(v.sum()),
         "token_mean": TokenMean(v.sum(), count),
-        "sequence_mean": SequenceMean(v.sum(), count),
-        "ess": EffectiveSampleSize.of(v.exp2(), torch.ones_like(v, dtype=torch.bool)),
-        "max": Max.of(v, torch.ones_like(v, dtype=torch.bool)),
-        "min": Min.of(v, torch.ones_like(v, dtype=torch.bool)),
+        "ess": EffectiveSampleSize.of(v.exp2(), torch.ones_like(v)),
+        "max": Max(torch.cat([v, f64(-math.inf)]).amax()),
+        "min": Min(torch.cat([v, f64(math.inf)]).amin()),
+        "quantiles": TokenQuantiles(v.bfloat16(), scalar(0)),
         "values": SequenceValues(r, v),
         "flags": SequenceFlags(r, torch.arange(len(rows)) == len(rows) - 1),
     }
@@ -54,10 +54,11 @@ def test_micro_batches_merge():
     assert got == {
         "sum": 9,
         "token_mean": 3,
-        "sequence_mean": 3,
         "ess": pytest.approx((16 + 0.5 + 64) ** 2 / (3 * (256 + 0.25 + 4096))),  # weights 2^4, 2^-1, 2^6
         "max": 6,
         "min": -1,
+        "quantiles_p01": -1,
+        "quantiles_p99": 6,
         "values/mean": 3,
         "values/min": -1,
         "values/p01": pytest.approx(-1 + 0.02 * 5),  # -1, 4, 6 at quantiles 0, 0.5, 1
@@ -70,24 +71,18 @@ def test_micro_batches_merge():
 
 def test_nothing_to_measure():
     got = alone(micro_batch([], []))
-    assert {name: got[name] for name in ("sum", "token_mean", "sequence_mean", "ess", "flags")} == {
+    assert {name: got[name] for name in ("sum", "token_mean", "ess", "flags")} == {
         "sum": 0,
         "ess": 0,
         "token_mean": 0,
-        "sequence_mean": 0,
         "flags": 0,
     }
-    assert all(math.isnan(got[name]) for name in ("max", "min", "values/mean", "values/min", "values/p99"))
+    assert all(math.isnan(got[name]) for name in ("max", "min", "quantiles_p01", "values/mean", "values/min"))
     assert merge([]) == {} and alone({}) == {}
 
 
 def test_what_is_not_used_is_no_value_and_infinity_is_one():
-    first, both = torch.tensor([True, False]), torch.tensor([True, True])
-    assert alone({"max": Max.of(f64(1, math.nan), first), "min": Min.of(f64(1, math.nan), first)}) == {
-        "max": 1,
-        "min": 1,
-    }
-    assert alone({"max": Max.of(f64(1, math.inf), both)}) == {"max": math.inf}
+    assert alone({"max": Max(scalar(math.inf)), "min": Min(scalar(-math.inf))}) == {"max": math.inf, "min": -math.inf}
     got = alone({"v": SequenceValues(torch.tensor([0, 1]), f64(math.nan, 3))})
     assert got["v/mean"] == got["v/min"] == 3
 
@@ -105,9 +100,35 @@ def test_what_is_not_used_is_no_value_and_infinity_is_one():
 )
 def test_effective_sample_size(weights: list[float], expected: float):
     """(sum w)^2 / (n sum w^2); what is not used counts neither as a weight nor as one of the n."""
-    used = torch.tensor([True] * len(weights) + [False])
-    got = alone({"ess": EffectiveSampleSize.of(f64(*weights, math.nan), used)})
+    got = alone({"ess": EffectiveSampleSize.of(f64(*weights, math.nan), f64(*[1] * len(weights), 0))})
     assert got == {"ess": pytest.approx(expected, rel=1e-15)}
+
+
+def test_effective_sample_size_of_weights_that_tokens_share():
+    got = alone({"ess": EffectiveSampleSize.of(f64(2, 1), f64(3, 1))})
+    assert got == {"ess": (2 + 2 + 2 + 1) ** 2 / (4 * (4 + 4 + 4 + 1))}
+
+
+def quantiles(values: torch.Tensor, not_used: int = 0) -> list[float]:
+    got = alone({"x": TokenQuantiles(values.bfloat16(), scalar(not_used))})
+    return [got["x_p01"], got["x_p99"]]
+
+
+def test_quantiles_of_tokens():
+    """Of 200 values, the least that 2 of them, and that 198 of them, are not above: halves are bfloat16 numbers."""
+    values = torch.arange(-99, 101) / 2
+    assert quantiles(values) == [-49, 49]
+    assert quantiles(torch.cat([values, torch.zeros(77)]), not_used=77) == [-49, 49]
+    assert quantiles(f64(-math.inf, 1)) == [-math.inf, 1]
+    assert quantiles(f64(0, 0, 0), not_used=2) == [0, 0]
+
+
+def test_quantiles_of_tokens_are_off_by_their_rounding_only():
+    values = 0.1 * torch.randn(30_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    exact = values.quantile(f64(0.01, 0.99), interpolation="lower").tolist()
+    assert quantiles(values) == pytest.approx(exact, rel=1 / 256)
+    parts = [{"x": TokenQuantiles(part.bfloat16(), scalar(0))} for part in values.flip(0).split(7_000)]
+    assert list(alone(merge(parts)).values()) == quantiles(values)
 
 
 def test_a_row_given_twice_is_found_out():
@@ -130,8 +151,10 @@ def _reduce_on_two_by_two() -> dict[str, float]:
     dp_rank, cp_rank = divmod(rank, 2)
     dp_groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     metrics = micro_batch([0, 3], [1, 2]) if dp_rank == 0 else micro_batch([4], [9])
-    half = EffectiveSampleSize.of(f64(1 + rank), torch.tensor([True]))
+    half = EffectiveSampleSize.of(f64(1 + rank), f64(1))
+    quarter = TokenQuantiles(f64(rank).bfloat16(), scalar(0))
     tokens = {"sum": Sum(metrics["sum"].total / 2), "token_mean": TokenMean(scalar(1 + rank), scalar(2)), "ess": half}
+    tokens["quantiles"] = quarter
     metrics = dict(reversed({**metrics, **tokens}.items())) if rank == 3 else {**metrics, **tokens}
     return reduce_metrics(metrics, dp_cp_group=dist.group.WORLD, dp_group=dp_groups[cp_rank], device="cpu")
 
@@ -142,7 +165,7 @@ def test_ranks_reduce_by_type_and_agree():
     assert first["sum"] == 12  # (3 + 9) once, although two CP ranks gave halves
     assert first["token_mean"] == (1 + 2 + 3 + 4) / 8
     assert first["ess"] == pytest.approx((1 + 2 + 3 + 4) ** 2 / (4 * (1 + 4 + 9 + 16)), rel=1e-15)
-    assert first["sequence_mean"] == 4  # (1 + 2 + 9) / 3: CP ranks do not count twice
+    assert (first["quantiles_p01"], first["quantiles_p99"]) == (0, 3)
     assert (first["max"], first["min"]) == (9, 1)
     assert (first["values/mean"], first["values/min"], first["values/max"]) == (4, 1, 9)
     assert (first["flags"], first["flags/first_row"]) == (2, 3)
