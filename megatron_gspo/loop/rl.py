@@ -24,7 +24,7 @@ from megatron_gspo.loop.signals import StopRequest
 from megatron_gspo.loop.source import Batch, BatchSource, RecordedBatch
 from megatron_gspo.loop.state import RunState, is_saved
 from megatron_gspo.policy.layout import Layout
-from megatron_gspo.policy.step import Stepper, apply_gradients
+from megatron_gspo.policy.step import Stepper, apply_gradients, leave_gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,12 +158,13 @@ def _update_policy(run: Run, step: Step, number: int) -> None:
     """One optimizer step of the policy on mini-batch `number`."""
     cut, trained_lens = step.cuts[number], step.batch.index.trained_lens
     old_logp, ref_logp = step.score("old_logp", number), step.score("ref_logp", number)
+    totals = totals_of(run.recipe, trained_lens[list(cut.plan.rows)])
     terms = MiniBatchTerms(
         advantages=step.targets.advantages[number],
         trained_lens=trained_lens,
         old_logp=old_logp,
         ref_logp=ref_logp,
-        totals=totals_of(run.recipe, trained_lens[list(cut.plan.rows)]),
+        totals=totals,
         cp_group=run.layout.pgs.cp,
     )
     routing = run.stepper.routing if number else None  # in the first mini-batch the policy is still the old one
@@ -171,24 +172,28 @@ def _update_policy(run: Run, step: Step, number: int) -> None:
         metrics = run.stepper.forward_backward(cut.micro_batches, make_loss(run.recipe, terms), cut.num_tokens)
     if number == 0 and old_logp is not None:
         check_on_policy(run.recipe.objective, metrics, run.control)
-    run.report.add("policy", metrics, *_apply(run, run.optimizer, run.scheduler, "policy"))
+    run.report.add("policy", metrics, *_apply(run, run.optimizer, run.scheduler, "policy", totals.num_tokens))
 
 
 def _update_critic(run: Run, critic: Critic, step: Step, number: int) -> None:
     """One optimizer step of the critic on mini-batch `number`."""
     assert run.recipe.critic is not None
     cut = step.cuts[number]
+    num_tokens = int(step.batch.index.trained_lens[list(cut.plan.rows)].sum())
     loss = make_value_loss(
         step.scores["values"][number],
         step.targets.returns[number],
-        num_tokens=int(step.batch.index.trained_lens[list(cut.plan.rows)].sum()),
+        num_tokens=num_tokens,
         clip=run.recipe.critic.clip,
         cp_group=run.layout.pgs.cp,
     )
     metrics = critic.stepper.forward_backward(cut.micro_batches, loss, cut.num_tokens)
-    run.report.add("critic", metrics, *_apply(run, critic.optimizer, critic.scheduler, "critic"))
+    run.report.add("critic", metrics, *_apply(run, critic.optimizer, critic.scheduler, "critic", num_tokens))
 
 
-def _apply(run: Run, optimizer: Any, scheduler: Any, what: str) -> tuple[float, float, bool]:
+def _apply(run: Run, optimizer: Any, scheduler: Any, what: str, num_tokens: int) -> tuple[float, float, bool]:
+    """The optimizer step of `what` model on a mini-batch of which `num_tokens` train, over all ranks."""
+    if num_tokens == 0:
+        return leave_gradients(optimizer)
     skip = run.recipe.run.on_non_finite is OnNonFinite.skip
     return apply_gradients(optimizer, scheduler, skip_non_finite=skip, what=what)

@@ -16,5 +16,5 @@ def sft_loss(logp: Tensor, mask: Tensor, *, num_tokens: int) -> tuple[Tensor, di
     mini-batch, over all micro-batches, DP and CP ranks. Shares add up over them; no collective.
     """
     check_shapes("token", mask.numel(), logp=logp)
-    loss = -torch.where(mask, logp.double(), 0.0).sum() / num_tokens
+    loss = -torch.where(mask, logp.double(), 0.0).sum() / max(num_tokens, 1)
     return loss, {"loss": Sum(loss.detach())}

@@ -171,6 +171,12 @@ def apply_gradients(optimizer, scheduler, *, skip_non_finite: bool, what: str) -
     return float(norm), lr, bool(applied)
 
 
+def leave_gradients(optimizer) -> tuple[float, float, bool]:
+    """What `apply_gradients` is for a mini-batch in which no token trains: momentum and decay move nothing either."""
+    optimizer.zero_grad()
+    return 0.0, optimizer.param_groups[0]["lr"], False
+
+
 def _no_tokens(like: Tensor) -> Tensor:
     return torch.zeros((), dtype=torch.int, device=like.device)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,16 +33,26 @@ def make_batch(seed: int = 5) -> GivenBatch:
     rewards = torch.rand(n, generator=generator, dtype=torch.float64)
     rewards[:SAMPLES] = 0.25
     index = replace(index, trained_lens=trained, group=torch.arange(n) // SAMPLES, rewards=rewards)
-    # A random policy gives every token about 1 / VOCABULARY.
+    # A random policy gives every token about 1 / VOCABULARY: a mean log-probability lower than that of 1 / VOCABULARY.
     noise = 0.2 * torch.randn(len(trajectories.tokens), generator=generator)
-    logprobs = torch.where(mask, noise - math.log(VOCABULARY), 0.0)
+    logprobs = torch.where(mask, noise - math.log(VOCABULARY) - 0.5, 0.0)
     return GivenBatch(index, replace(trajectories, loss_mask=mask, logprobs=logprobs))
 
 
-def write_records(directory: Path, steps: int) -> Path:
-    """Rollouts of an earlier run, one record a step, as `rollout.replay` takes them."""
+def untrained(batch: GivenBatch) -> GivenBatch:
+    """The same, with every response token masked."""
+    index, trajectories = batch.index, batch.rows(range(batch.index.n))
+    return GivenBatch(
+        replace(index, trained_lens=torch.zeros_like(index.trained_lens)),
+        replace(trajectories, loss_mask=torch.zeros_like(trajectories.loss_mask)),
+    )
+
+
+def write_records(directory: Path, steps: int, masked: Collection[int] = ()) -> Path:
+    """Rollouts of an earlier run, one record a step, as `rollout.replay` takes them. Those `masked` train nothing."""
     for step in range(steps):
         batch = make_batch(seed=5 + step)
+        batch = untrained(batch) if step in masked else batch
         rows = range(batch.index.n)
         write_record(directory / f"step_{step:06d}", batch.index, batch.rows(rows), [{"row": row} for row in rows])
     return directory
