@@ -9,7 +9,7 @@ from megatron_gspo.config.correction import (
     SequenceMaskConfig,
     TruncateConfig,
 )
-from megatron_gspo.config.effective import effective_yaml
+from megatron_gspo.config.effective import RECIPE_FILE, effective_yaml
 from megatron_gspo.config.formula import objective_formula
 from megatron_gspo.config.load import load_recipe
 from megatron_gspo.config.objectives import (
@@ -60,6 +60,7 @@ from megatron_gspo.config.validate import validate
 
 __all__ = [
     "OBJECTIVES",
+    "RECIPE_FILE",
     "AdvantageConfig",
     "BatchConfig",
     "CispoConfig",

@@ -9,6 +9,8 @@ from omegaconf import OmegaConf
 
 from megatron_gspo.config.schema import Recipe
 
+RECIPE_FILE = "recipe.yaml"  # what a run calls its effective recipe in run.dir
+
 
 def effective_yaml(recipe: Recipe) -> str:
     """All keys of `recipe`, defaults included, bases and overrides merged, interpolations resolved."""

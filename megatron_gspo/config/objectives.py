@@ -9,6 +9,10 @@ from typing import Any, ClassVar
 
 from megatron_gspo.config.key import key
 
+# Bounds of clip ranges and thresholds. Below the least, the rounding of fp32 log-probabilities would decide; the most
+# leaves every ratio that occurs as it is.
+LEAST, MOST = 1e-6, 1e6
+
 WITH_STD = {"advantage": {"estimator": "group", "normalize_std": True}}
 NO_STD = {"advantage": {"estimator": "group", "normalize_std": False}}
 
@@ -48,7 +52,7 @@ class Divergence(StrEnum):
 class KlConfig:
     """A penalty on the divergence from a fixed reference policy, inside the loss."""
 
-    coef: float = key("weight of the penalty (GRPO's paper: 0.04)", 0.04, gt=0)
+    coef: float = key("weight of the penalty (GRPO's paper: 0.04)", 0.04, ge=1e-8, le=1e3)
     estimator: KlEstimator = key(
         "of d = log(pi / pi_ref): k1 = d (whose gradient is 0 on average), k2 = d^2 / 2, k3 = exp(-d) - 1 + d",
         KlEstimator.k3,
@@ -109,8 +113,8 @@ class GspoConfig(PolicyObjective):
     token_advantages: ClassVar[bool] = False
 
     name: str = key("the objective", "gspo")
-    clip_low: float = key("sequence ratios below 1 - clip_low are clipped (paper: 3e-4)", 3e-4, gt=0, lt=1)
-    clip_high: float = key("sequence ratios above 1 + clip_high are clipped (paper: 4e-4)", 4e-4, gt=0)
+    clip_low: float = key("sequence ratios below 1 - clip_low are clipped (paper: 3e-4)", 3e-4, ge=LEAST, lt=1)
+    clip_high: float = key("sequence ratios above 1 + clip_high are clipped (paper: 4e-4)", 4e-4, ge=LEAST, le=MOST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,8 +131,8 @@ class GrpoConfig(PolicyObjective):
     """Group Relative Policy Optimization (arXiv 2402.03300, equation 3)."""
 
     name: str = key("the objective", "grpo")
-    clip_low: float = key("token ratios below 1 - clip_low are clipped", 0.2, gt=0, lt=1)
-    clip_high: float = key("token ratios above 1 + clip_high are clipped", 0.2, gt=0)
+    clip_low: float = key("token ratios below 1 - clip_low are clipped", 0.2, ge=LEAST, lt=1)
+    clip_high: float = key("token ratios above 1 + clip_high are clipped", 0.2, ge=LEAST, le=MOST)
     aggregation: Aggregation = key("how tokens add up", Aggregation.sequence_mean)
     kl: KlConfig | None = key("penalty on the divergence from a reference policy; null is none", factory=KlConfig)
 
@@ -142,8 +146,8 @@ class PpoConfig(PolicyObjective):
     defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {"advantage": {"estimator": "gae"}, "critic": {}}
 
     name: str = key("the objective", "ppo")
-    clip_low: float = key("token ratios below 1 - clip_low are clipped", 0.2, gt=0, lt=1)
-    clip_high: float = key("token ratios above 1 + clip_high are clipped", 0.2, gt=0)
+    clip_low: float = key("token ratios below 1 - clip_low are clipped", 0.2, ge=LEAST, lt=1)
+    clip_high: float = key("token ratios above 1 + clip_high are clipped", 0.2, ge=LEAST, le=MOST)
     aggregation: Aggregation = key("how tokens add up", Aggregation.token_mean)
 
 
@@ -155,8 +159,8 @@ class DapoConfig(PolicyObjective):
     """
 
     name: str = key("the objective", "dapo")
-    clip_low: float = key("token ratios below 1 - clip_low are clipped", 0.2, gt=0, lt=1)
-    clip_high: float = key("token ratios above 1 + clip_high are clipped", 0.28, gt=0)
+    clip_low: float = key("token ratios below 1 - clip_low are clipped", 0.2, ge=LEAST, lt=1)
+    clip_high: float = key("token ratios above 1 + clip_high are clipped", 0.28, ge=LEAST, le=MOST)
     aggregation: Aggregation = key("how tokens add up", Aggregation.token_mean)
 
 
@@ -167,8 +171,8 @@ class DrGrpoConfig(PolicyObjective):
     defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = NO_STD
 
     name: str = key("the objective", "dr_grpo")
-    clip_low: float = key("token ratios below 1 - clip_low are clipped", 0.2, gt=0, lt=1)
-    clip_high: float = key("token ratios above 1 + clip_high are clipped", 0.2, gt=0)
+    clip_low: float = key("token ratios below 1 - clip_low are clipped", 0.2, ge=LEAST, lt=1)
+    clip_high: float = key("token ratios above 1 + clip_high are clipped", 0.2, ge=LEAST, le=MOST)
     aggregation: Aggregation = key(
         "how tokens add up; constant divides by rollout.max_new_tokens", Aggregation.constant
     )
@@ -179,8 +183,8 @@ class SapoConfig(PolicyObjective):
     """Soft Adaptive Policy Optimization (arXiv 2511.20347, equations 5 and 6)."""
 
     name: str = key("the objective", "sapo")
-    tau_pos: float = key("temperature of the gate where the advantage is positive", 1.0, gt=0)
-    tau_neg: float = key("temperature of the gate elsewhere", 1.05, gt=0)
+    tau_pos: float = key("temperature of the gate where the advantage is positive", 1.0, ge=1e-3, le=1e3)
+    tau_neg: float = key("temperature of the gate elsewhere", 1.05, ge=1e-3, le=1e3)
     aggregation: Aggregation = key("how tokens add up", Aggregation.sequence_mean)
 
 
@@ -189,7 +193,7 @@ class CispoConfig(PolicyObjective):
     """Clipped Importance Sampling Policy Optimization (arXiv 2506.13585, equations 4 and 5)."""
 
     name: str = key("the objective", "cispo")
-    clip_high: float = key("token weights count as at most 1 + clip_high", 4.0, gt=0)
+    clip_high: float = key("token weights count as at most 1 + clip_high", 4.0, ge=LEAST, le=MOST)
     aggregation: Aggregation = key("how tokens add up", Aggregation.token_mean)
 
 
@@ -200,8 +204,8 @@ class GmpoConfig(PolicyObjective):
     token_advantages: ClassVar[bool] = False
 
     name: str = key("the objective", "gmpo")
-    clip_low: float = key("log token ratios below -clip_low are clipped (paper: 0.4)", 0.4, gt=0)
-    clip_high: float = key("log token ratios above clip_high are clipped (paper: 0.4)", 0.4, gt=0)
+    clip_low: float = key("log token ratios below -clip_low are clipped (paper: 0.4)", 0.4, ge=LEAST, le=100)
+    clip_high: float = key("log token ratios above clip_high are clipped (paper: 0.4)", 0.4, ge=LEAST, le=100)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,16 +217,20 @@ class VespoConfig(PolicyObjective):
     checked_ratios: ClassVar[tuple[str, ...]] = ("token_log_ratio_min", "token_log_ratio_max")
 
     name: str = key("the objective", "vespo")
-    k_pos: float = key("power of the sequence ratio where the advantage is not negative", 2.0, gt=0)
-    lambda_pos: float = key("decay in the sequence ratio where the advantage is not negative", 3.0, gt=0)
-    k_neg: float = key("power of the sequence ratio where the advantage is negative", 3.0, gt=0)
-    lambda_neg: float = key("decay in the sequence ratio where the advantage is negative", 2.0, gt=0)
+    k_pos: float = key("power of the sequence ratio where the advantage is not negative", 2.0, ge=1e-3, le=1e3)
+    lambda_pos: float = key("decay in the sequence ratio where the advantage is not negative", 3.0, ge=1e-3, le=1e3)
+    k_neg: float = key("power of the sequence ratio where the advantage is negative", 3.0, ge=1e-3, le=1e3)
+    lambda_neg: float = key("decay in the sequence ratio where the advantage is negative", 2.0, ge=1e-3, le=1e3)
     aggregation: Aggregation = key("how tokens add up", Aggregation.token_mean)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DppoConfig(PolicyObjective):
-    """Divergence Proximal Policy Optimization (arXiv 2602.04879): a trust region around the rollout engine's policy."""
+    """Divergence Proximal Policy Optimization (arXiv 2602.04879): a trust region around the rollout engine's policy.
+
+    Defaults are those of its scaling experiments (appendix E), with LoRA apart: there delta is 0.15 for tv. Its
+    stability analysis (appendix C) has 0.15 for tv, 0.05 for kl, and no bound on ratios.
+    """
 
     may_have: ClassVar[frozenset[str]] = frozenset({"critic"})
     defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = NO_STD
@@ -233,9 +241,10 @@ class DppoConfig(PolicyObjective):
     delta: float | None = key(
         "steps away from the engine's policy are masked beyond it; null is the paper's: 0.2 for tv, 0.05 for kl",
         None,
-        gt=0,
+        ge=LEAST,
+        le=100,
     )
-    max_ratio: float = key("token ratios count as at most this", 5.0, ge=1)
+    max_ratio: float = key("token ratios count as at most this (paper: 5)", 5.0, ge=1, le=MOST)
     aggregation: Aggregation = key("how tokens add up", Aggregation.token_mean)
 
     @property
@@ -254,12 +263,12 @@ class MinirlConfig(PolicyObjective):
 
     name: str = key("the objective", "minirl")
     clip_low: float = key(
-        "tokens with a negative advantage are masked where the ratio is below 1 - clip_low", 0.2, gt=0, lt=1
+        "tokens with a negative advantage are masked where the ratio is below 1 - clip_low", 0.2, ge=LEAST, lt=1
     )
     clip_high: float = key(
-        "tokens with a positive advantage are masked where the ratio is above 1 + clip_high", 0.27, gt=0
+        "tokens with a positive advantage are masked where the ratio is above 1 + clip_high", 0.27, ge=LEAST, le=MOST
     )
-    max_weight: float = key("pi / pi_rollout of a token counts as at most this", 5.0, ge=1)
+    max_weight: float = key("pi / pi_rollout of a token counts as at most this", 5.0, ge=1, le=MOST)
     aggregation: Aggregation = key("how tokens add up", Aggregation.sequence_sum)
 
 

@@ -9,7 +9,7 @@ from omegaconf import MISSING
 
 from megatron_gspo.config.advantage import AdvantageConfig, GaeConfig, GroupConfig
 from megatron_gspo.config.correction import CorrectionConfig, Level
-from megatron_gspo.config.objectives import PolicyObjective, PpoConfig
+from megatron_gspo.config.objectives import Divergence, DppoConfig, PolicyObjective, PpoConfig
 from megatron_gspo.config.problem import Problem, divisors, show
 from megatron_gspo.config.reflect import keys, leaves, value_at
 from megatron_gspo.config.schema import CriticConfig, Engine, Recipe, RewardConfig, RolloutConfig, Schedule, Transport
@@ -91,6 +91,13 @@ def on_policy_check(recipe: Recipe) -> Iterator[Problem]:
         yield from _unused(recipe, path, f"the objective '{objective.name}' compares with the rollout engine's policy")
     elif recipe.batch.mini_batches == 1:
         yield from _unused(recipe, path, "batch.mini_batches is 1, so that every ratio is 1")
+
+
+def divergence(recipe: Recipe) -> Iterator[Problem]:
+    objective = recipe.objective
+    if isinstance(objective, DppoConfig) and objective.divergence is Divergence.tv and (objective.delta or 0) >= 1:
+        reason = "a total variation (objective.divergence: tv) is at most 1, so that nothing would be masked"
+        yield _refuse(recipe, "objective.delta", reason, "set it below 1 (paper: 0.2)", also=("objective.divergence",))
 
 
 def correction(recipe: Recipe) -> Iterator[Problem]:
@@ -278,6 +285,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     group_size,
     advantage,
     on_policy_check,
+    divergence,
     correction,
     mini_batches,
     routing_changes,

@@ -6,13 +6,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_gspo.config import Problem, Recipe, RecipeError, check_resume, effective_yaml, load_recipe
+from megatron_gspo.config import RECIPE_FILE, Problem, Recipe, RecipeError, check_resume, effective_yaml, load_recipe
 from megatron_gspo.loop.checkpoints import EXPORT_DIR, RunState, exported_state, newest_state
 from megatron_gspo.observe.metrics_log import METRICS_FILE
 
-RECIPE_NAME = "recipe.yaml"
 ROLLOUTS_DIR = "rollouts"
-TRACES = (RECIPE_NAME, METRICS_FILE, EXPORT_DIR, "checkpoints/*", f"{ROLLOUTS_DIR}/*")
+TRACES = (RECIPE_FILE, METRICS_FILE, EXPORT_DIR, "checkpoints/*", f"{ROLLOUTS_DIR}/*")
 
 
 def place_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -37,7 +36,7 @@ def first_step(recipe: Recipe, resume: bool) -> int:
     run_dir = Path(recipe.run.dir)
     if not resume:
         return 0
-    if not (run_dir / RECIPE_NAME).exists():
+    if not (run_dir / RECIPE_FILE).exists():
         raise _refused(recipe, "no run in this folder to resume", "correct run.dir, or start a run without --resume")
     state = _newest(recipe)
     return state.step if state else 0
@@ -58,7 +57,7 @@ def admit(recipe: Recipe, resume: bool) -> RunState | None:
         return None
     state = _newest(recipe)
     if state or any(run_dir.glob(f"{ROLLOUTS_DIR}/*")):  # rollouts of a run without checkpoint are trained on again
-        check_resume(load_recipe(run_dir / RECIPE_NAME), recipe)
+        check_resume(load_recipe(run_dir / RECIPE_FILE), recipe)
     if state and (state.step, state.mini_batch) > (recipe.run.steps, 0):
         problem = Problem(
             key="run.steps",
@@ -78,8 +77,8 @@ def is_finished(recipe: Recipe, state: RunState) -> bool:
 
 def write_recipe(recipe: Recipe) -> Path:
     """Put the effective recipe into run.dir, whole or not at all; returns its path."""
-    path = Path(recipe.run.dir) / RECIPE_NAME
-    staging = path.with_name(f".{RECIPE_NAME}.new")
+    path = Path(recipe.run.dir) / RECIPE_FILE
+    staging = path.with_name(f".{RECIPE_FILE}.new")
     staging.write_text(effective_yaml(recipe), encoding="utf-8")
     os.replace(staging, path)
     return path

@@ -9,11 +9,11 @@ from typing import Any
 
 import yaml
 
+from megatron_gspo.config import RECIPE_FILE
 from megatron_gspo.observe.curves import Curve, draw_curves
 from megatron_gspo.observe.metrics_log import METRICS_FILE, read_metrics
 from megatron_gspo.observe.summary import WINDOW, Row
 
-RECIPE_FILE = "recipe.yaml"
 REPORT_FILE = "report.md"
 CURVES_FILE = "curves.svg"
 
@@ -34,6 +34,8 @@ ROWS = (
     Row("clip fraction (of tokens)", "objective/clip_fraction", ".4f"),
     Row("ratio of sequences, 1 % quantile", "objective/ratio/p01", ".4f"),
     Row("ratio of sequences, 99 % quantile", "objective/ratio/p99", ".4f"),
+    Row("log-ratio of tokens, 1 % quantile", "objective/token_log_ratio_p01", ".4f"),
+    Row("log-ratio of tokens, 99 % quantile", "objective/token_log_ratio_p99", ".4f"),
     Row("log-ratio of tokens, smallest", "objective/token_log_ratio_min", ".2f", min),
     Row("log-ratio of tokens, largest", "objective/token_log_ratio_max", ".2f", max),
     Row("tokens with another expert somewhere", "policy/routing_changed_tokens"),

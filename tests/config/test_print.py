@@ -113,7 +113,10 @@ def test_documentation_of_one_section_gives_type_default_bounds_and_meaning():
         "    decay after the warm-up",
     ]
     assert f"objective.name: {' | '.join(OBJECTIVES)} required" in document_keys("objective")
-    assert "objective.clip_low: float, > 0 and < 1 = 0.0003 (objective gspo)" in document_keys("objective")
+    documented = document_keys("objective")
+    assert "objective.clip_low: float, >= 1e-06 and < 1 = 0.0003 (objective gspo, gspo_token)" in documented
+    assert documented.count("objective.kl: ") == documented.count("objective.on_policy_check: ") == 1
+    assert "objective.on_policy_check: stop | warn = stop (not sft)" in documented
 
 
 def test_documentation_of_an_unknown_section_names_the_nearest():
@@ -121,3 +124,5 @@ def test_documentation_of_an_unknown_section_names_the_nearest():
         document_keys("nosuch")
     with pytest.raises(RecipeError, match=r"^rolout: no such key or section; did you mean rollout\?$"):
         document_keys("rolout")
+    with pytest.raises(RecipeError, match=r"^objective.dapo: .*; dapo is a value of objective.name; its keys are "):
+        document_keys("objective.dapo")

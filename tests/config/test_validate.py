@@ -42,7 +42,23 @@ GSPO_CONTRADICTIONS = [
         "max_new_tokens: 16\n  top_k: 0",
         "r.yaml:20: rollout.top_k = 0: must be -1 (off) or at least 1",
     ),
-    ("name: gspo", "name: gspo\n  clip_low: 1", "r.yaml:10: objective.clip_low = 1.0: must be > 0 and < 1"),
+    ("name: gspo", "name: gspo\n  clip_low: 1", "r.yaml:10: objective.clip_low = 1.0: must be >= 1e-06 and < 1"),
+    (
+        "name: gspo",
+        "name: gspo\n  clip_high: 1e-300",
+        "r.yaml:10: objective.clip_high = 1e-300: must be >= 1e-06 and <= 1e+06",
+    ),
+    (
+        "name: gspo",
+        "name: sapo\n  tau_neg: 1e308",
+        "r.yaml:10: objective.tau_neg = 1e+308: must be >= 0.001 and <= 1000",
+    ),
+    (
+        "name: gspo",
+        "name: dppo\n  delta: 2",
+        "r.yaml:10: objective.delta = 2.0: a total variation (objective.divergence: tv) is at most 1, so that nothing "
+        "would be masked; set it below 1 (paper: 0.2)",
+    ),
     # Sizes beyond any machine
     (
         "steps: 10",

@@ -11,9 +11,8 @@ import yaml
 
 from megatron_gspo import cli
 from megatron_gspo.config import effective_yaml, load_recipe
-from megatron_gspo.loop.run_dir import RECIPE_NAME
 from megatron_gspo.observe.curves import running_mean
-from megatron_gspo.observe.report import RECIPE_FILE, differences, read_run, read_runs, shared_facts, write_report
+from megatron_gspo.observe.report import differences, read_run, read_runs, shared_facts, write_report
 from tests.config.recipes import GSPO, edit, write
 
 
@@ -132,4 +131,3 @@ def test_the_recipe_of_a_run_is_read_by_dotted_keys(tmp_path):
     recipe = read_run(run).recipe
     assert recipe["policy.optimizer.lr"] == whole["policy"]["optimizer"]["lr"] == 3e-4
     assert recipe["policy.megatron"] == {}
-    assert RECIPE_FILE == RECIPE_NAME
