@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "megatron_gspo"
 TIERS = (
     {"__main__"},
     {"cli"},
-    {"loop", "preflight"},
+    {"loop", "preflight", "convert"},
     {"rollout", "policy", "reward", "data", "observe"},
     {"weights", "batch", "objective"},
     {"config"},

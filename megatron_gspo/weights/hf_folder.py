@@ -29,6 +29,7 @@ CARRIED_FILES = (  # what a checkpoint holds besides weights and config.json
     "added_tokens.json",
     "chat_template*",
 )
+CARRIED = "carried.safetensors"
 FAILED = "writing the HF checkpoint"
 SHARD_BYTES = 2 * 1024**3
 Tensors = Iterator[tuple[str, torch.Tensor]]
@@ -81,6 +82,26 @@ def carried_names(source: HFCheckpoint, binding: Binding) -> list[str]:
     """Tensors of `source` that no model holds and that exports hand on."""
     known = re.compile("|".join(binding.family.carried(binding.hf_config)) or r"(?!)")
     return [name for name in sorted(source.files) if known.fullmatch(name)]
+
+
+def write_carried(folder: Path, source: HFCheckpoint, binding: Binding) -> None:
+    """Makes `folder` with all of `source` but the model's own weights: config.json, tokenizer, generation config, and
+    the carried tensors bit for bit in the file CARRIED. Not a collective."""
+    folder.mkdir()
+    copy_file(source.directory / CONFIG, folder / CONFIG)
+    copy_others(source.directory, folder)
+    parts = {part: form for name in carried_names(source, binding) for part, form in source.parts(name).items()}
+    specs = [Spec(part, form.dtype, form.shape) for part, form in parts.items()]
+    with SafetensorsWriter(folder / CARRIED, specs) as writer:
+        for part, tensor in _read_all(parts):
+            writer.write(part, tensor)
+
+
+def _read_all(parts: Mapping[str, Form]) -> Tensors:
+    for part, form in parts.items():
+        tensor = torch.empty(form.shape, dtype=form.dtype)
+        form.read_into((), tensor)
+        yield part, tensor
 
 
 def copy_others(source: Path, target: Path) -> None:

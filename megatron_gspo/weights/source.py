@@ -28,17 +28,18 @@ class HFCheckpoint:
 
     `files` maps each tensor's name to its file, `form(name)` reads one. With `allow_pickle`, a directory that has
     `pytorch_model.bin` (or its index) instead is read by torch.load(weights_only=True), which executes nothing.
+    `single`: another name for `model.safetensors`.
     Raises FileNotFoundError naming what is missing, and ValueError naming a file that is damaged, a quantisation that
     is not read, or pickle files without the flag.
     """
 
-    def __init__(self, directory: str | Path, *, allow_pickle: bool = False):
+    def __init__(self, directory: str | Path, *, allow_pickle: bool = False, single: str = SINGLE):
         self.directory = Path(directory)
         self._opened: dict[str, SafetensorsFile | pickles.PickleFile] = {}
         self._index: Path | None = None
         self.form = cache(self._find_form)
         self.quantization = self._config().get("quantization_config")
-        self._stored = self._find_files(allow_pickle)
+        self._stored = self._find_files(allow_pickle, single)
         names = logical_names(self._stored, self.quantization)
         self.files = {name: self._stored[name] for name in names}
 
@@ -119,8 +120,8 @@ class HFCheckpoint:
             self._opened[file] = pickles.PickleFile(path) if pickles.is_pickle(path) else SafetensorsFile(path)
         return self._opened[file]
 
-    def _find_files(self, allow_pickle: bool) -> dict[str, str]:
-        names = [(INDEX, SINGLE), *([(pickles.INDEX, pickles.SINGLE)] if allow_pickle else [])]
+    def _find_files(self, allow_pickle: bool, safetensors: str) -> dict[str, str]:
+        names = [(INDEX, safetensors), *([(pickles.INDEX, pickles.SINGLE)] if allow_pickle else [])]
         for index, single in names:
             if (self.directory / index).exists():
                 return self._sharded(self.directory / index)
