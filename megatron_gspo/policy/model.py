@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megatron_gspo.config.schema import PolicyConfig
 from megatron_gspo.policy import router_loss
+from megatron_gspo.policy.all_heads_norm import norm_all_heads
 from megatron_gspo.policy.cpu import on_gpu
 from megatron_gspo.policy.layout import Layout
 from megatron_gspo.policy.local_spec import local_block_spec
@@ -81,7 +82,7 @@ def build_model(hf_config: dict[str, Any], policy: PolicyConfig, layout: Layout)
         vp_stage = chunk if layout.vpp > 1 else None
         model = GPTModel(
             config,
-            layer_spec(config, architecture, vp_stage),
+            layer_spec(config, architecture, layout, vp_stage),
             vocab_size=padded,
             max_sequence_length=hf_config["max_position_embeddings"],
             share_embeddings_and_output_weights=architecture.tied,
@@ -100,13 +101,15 @@ def build_model(hf_config: dict[str, Any], policy: PolicyConfig, layout: Layout)
 
 
 def layer_spec(
-    config: TransformerConfig, architecture: Architecture, vp_stage: int | None
+    config: TransformerConfig, architecture: Architecture, layout: Layout, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     """The block spec: Transformer Engine's modules on a GPU, their local twins on a CPU; then what a family changes."""
     if on_gpu():
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     else:
         spec = local_block_spec(config, vp_stage)
+    if architecture.norm_all_heads:
+        norm_all_heads(spec.layer_specs, config, layout.pgs.tp)
     return spec
 
 

@@ -58,4 +58,5 @@ def _at(tensor: HFTensor, layer: int | None, expert: int | None) -> HFTensor:
     stacked = tensor.stacked
     if stacked is not None:
         stacked = replace(stacked, name=stacked.name.format(layer=layer, expert=expert))
-    return replace(tensor, name=tensor.name.format(layer=layer, expert=expert), stacked=stacked)
+    name, *others = (name.format(layer=layer, expert=expert) for name in (tensor.name, *tensor.other_names))
+    return replace(tensor, name=name, stacked=stacked, other_names=tuple(others))

@@ -127,7 +127,7 @@ def _places(checkpoint: HFCheckpoint, binding: Binding) -> list[tuple[Place, ...
     for claim in binding.claims:
         row = []
         for tensor in claim.hf:
-            options = [Place(tensor, tensor.name, tensor.shape)]
+            options = [Place(tensor, name, tensor.shape) for name in (tensor.name, *tensor.other_names)]
             if tensor.stacked is not None:
                 stacked = tensor.stacked
                 options.append(Place(tensor, stacked.name, stacked.shape, claim.expert, stacked.row))

@@ -35,6 +35,7 @@ class HFTensor:
     shape: Shape
     stacked: Stacked | None = None
     duplicates: tuple[str, ...] = ()  # names under which a checkpoint may hold the same numbers once more
+    other_names: tuple[str, ...] = ()  # one of these instead of `name` in other formats of the checkpoint
 
 
 @dataclass(frozen=True)

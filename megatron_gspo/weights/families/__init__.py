@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from megatron_gspo.weights.families import qwen3, qwen3_moe
+from megatron_gspo.weights.families import (
+    llama,
+    mixtral,
+    olmoe,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from megatron_gspo.weights.families.family import Family, HFConfig
 
-FAMILIES = {module.FAMILY.model_type: module.FAMILY for module in (qwen3, qwen3_moe)}
+_MODULES = (
+    llama,
+    mixtral,
+    olmoe,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
+FAMILIES = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 
 
 def family_for(hf_config: HFConfig) -> Family:

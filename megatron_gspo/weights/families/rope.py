@@ -37,14 +37,14 @@ class Rope:
         from transformers import PreTrainedConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        config = PreTrainedConfig(
-            head_dim=self.head_dim,
-            hidden_size=self.head_dim,
-            num_attention_heads=1,
-            max_position_embeddings=self.max_positions,
-            rope_parameters=dict(self.parameters),
-        )
-        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        fields: dict[str, Any] = {
+            "head_dim": self.head_dim,
+            "hidden_size": self.head_dim,
+            "num_attention_heads": 1,
+            "max_position_embeddings": self.max_positions,
+            "rope_parameters": dict(self.parameters),
+        }
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](PreTrainedConfig(**fields), torch.device("cpu"))
         return frequencies, float(factor)
 
 
