@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_gspo.objective import (
+    Tokens,
     clipped_tokens,
     group_relative,
     gspo_token,
@@ -247,3 +248,16 @@ def test_shapes_that_disagree_are_refused():
         tokens_of([[0.1, 0.2]], advantages=[1, 1])
     with pytest.raises(ValueError, match=r"expected one element per token, \[5\], got \{'ref_logp': \[4\]\}"):
         tokens_of([[0.1, 0.2]], advantages=[1], ref=[[0.1]])
+    with pytest.raises(ValueError, match=r"\[t\] and \[m\] are told apart by size, and both are 2"):
+        offsets = torch.tensor([0, 2, 2])
+        two = torch.zeros(2)
+        Tokens(
+            logp=two,
+            old_logp=two,
+            mask=two.bool(),
+            offsets=offsets,
+            trained_lens=offsets[1:],
+            rows=offsets[1:],
+            advantages=two,
+            group=None,
+        )
