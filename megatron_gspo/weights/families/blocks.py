@@ -81,13 +81,16 @@ def attention(
 
 
 def dense_mlp(c: HFConfig, layers: Sequence[int]) -> list[Rule]:
-    """SwiGLU."""
-    hidden, ffn = need(c, "hidden_size"), need(c, "intermediate_size")
-    hf, mlp = HF_LAYER + "mlp.", LAYER + "mlp."
+    return swiglu("mlp.", need(c, "hidden_size"), need(c, "intermediate_size"), layers)
+
+
+def swiglu(name: str, hidden: int, ffn: int, layers: Sequence[int], *, hf_name: str | None = None) -> list[Rule]:
+    """A gated MLP of width `ffn` called `name` in Megatron and, but for an `hf_name`, in HF."""
+    hf, block = HF_LAYER + (hf_name or name), LAYER + name
     gate, up = (HFTensor(f"{hf}{x}_proj.weight", (ffn, hidden)) for x in ("gate", "up"))
     return [
-        GateUp(hf=(gate, up), megatron=(mlp + "linear_fc1.weight",), layers=tuple(layers)),
-        copy(hf + "down_proj.weight", (hidden, ffn), mlp + "linear_fc2.weight", dim=1, layers=layers),
+        GateUp(hf=(gate, up), megatron=(block + "linear_fc1.weight",), layers=tuple(layers)),
+        copy(hf + "down_proj.weight", (hidden, ffn), block + "linear_fc2.weight", dim=1, layers=layers),
     ]
 
 
