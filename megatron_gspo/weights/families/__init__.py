@@ -7,6 +7,7 @@ from megatron_gspo.weights.families import (
     mixtral,
     olmoe,
     qwen2,
+    qwen2_moe,
     qwen3,
     qwen3_moe,
 )
@@ -17,6 +18,7 @@ _MODULES = (
     mixtral,
     olmoe,
     qwen2,
+    qwen2_moe,
     qwen3,
     qwen3_moe,
 )
