@@ -188,13 +188,20 @@ def _reward(recipe: Recipe) -> None:
 
 
 def _served(recipe: Recipe) -> None:
-    """SGLang 0.5.23 builds every layer of a Qwen3-MoE sparse, and serves nonsense where some are dense."""
+    """SGLang 0.5.23 builds every layer of a Qwen3-MoE sparse, and serves nonsense where some are dense. Started on
+    codes, it expects codes in weight updates."""
     from megatron_gspo.weights.families.qwen3_moe import sparse_layers
 
     path = Path(recipe.policy.hf) / "config.json"
     if not path.is_file():  # `checkpoint_problems` says so
         return
     hf = json.loads(path.read_text())
+    if hf.get("quantization_config"):
+        raise ValueError(
+            f"{path} has a quantization_config: SGLang would serve codes, and be sent weights in "
+            f"{recipe.policy.dtype.name}; decode the checkpoint with tools/hf_to_megatron.py and "
+            "tools/megatron_to_hf.py, and name that"
+        )
     if hf.get("model_type") == "qwen3_moe" and len(sparse_layers(hf)) < hf["num_hidden_layers"]:
         raise ValueError(f"{path} mixes dense and sparse layers, which SGLang's Qwen3-MoE does not build")
 

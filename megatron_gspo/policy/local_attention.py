@@ -1,4 +1,5 @@
-"""Causal core attention in plain torch for packed rows (THD) at any context-parallel size."""
+"""Causal core attention in plain torch for packed rows (THD) at any context-parallel size, with sliding windows and
+attention sinks."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_gspo.policy.packed import Buckets, attention_buckets
@@ -20,6 +22,7 @@ class LocalAttention(MegatronModule):
     """Twin of TEDotProductAttention for causal self-attention in THD format.
 
     With context parallelism K and V are gathered over the CP group, and every rank attends with its zigzag chunks.
+    `softmax_offset` [heads] are the logits of the attention sinks, where softmax_type is learnable.
     """
 
     def __init__(
@@ -30,13 +33,24 @@ class LocalAttention(MegatronModule):
         attention_type: str,
         cp_comm_type: str | None = None,
         softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ):
         super().__init__(config=config)
         assert attention_type == "self" and config.attention_dropout == 0.0, "only causal self-attention is built"
         assert pg_collection is not None, "process groups must be handed in"
-        self.cp_group = pg_collection.cp
+        self.cp_group, self.tp_group = pg_collection.cp, pg_collection.tp
         self.scale = softmax_scale or config.kv_channels**-0.5
+        self.window: int | None = None
+        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+            self.window, ahead = config.window_size
+            assert ahead == 0, "a window of causal attention ends at the query"
+        self.softmax_offset: torch.nn.Parameter | None = None
+        assert config.softmax_type in ("vanilla", "learnable"), f"softmax_type {config.softmax_type} is not built"
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // self.tp_group.size()
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
 
     def forward(
         self,
@@ -63,16 +77,26 @@ class LocalAttention(MegatronModule):
             )
         if self.cp_group.size() > 1:
             key, value = _GatherSequence.apply(torch.stack([key, value], 1), self.cp_group).unbind(1)
-        buckets = attention_buckets(bounds, self.cp_group.size(), self.cp_group.rank())
-        return attend(query, key, value, buckets, self.scale).flatten(1)
+        buckets = attention_buckets(bounds, self.cp_group.size(), self.cp_group.rank(), self.window)
+        return attend(query, key, value, buckets, self.scale, self.softmax_offset).flatten(1)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """Nothing to save."""
-        return {}
+        """The sinks, cut over TP."""
+        assert metadata is not None, "dist_checkpointing passes metadata with dp_cp_group"
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, buckets: Buckets, scale: float) -> Tensor:
-    """query [t, heads, d], gathered key and value [t x cp, groups, d] -> [t, heads, d].
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, buckets: Buckets, scale: float, sinks: Tensor | None = None
+) -> Tensor:
+    """query [t, heads, d], gathered key and value [t x cp, groups, d], sinks [heads] -> [t, heads, d].
 
     One gather in and one out whatever the number of rectangles: their backward passes touch each token once.
     """
@@ -89,11 +113,25 @@ def attend(query: Tensor, key: Tensor, value: Tensor, buckets: Buckets, scale: f
     outputs = []
     for (documents, _, _), q, k, v, mask in pieces:
         q, k, v = (x.unflatten(0, (documents, -1)).transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        if sinks is None:
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
+        else:
+            out = _attend_with_sinks(q, k, v, mask, scale, sinks)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, buckets.unpad)
+
+
+def _attend_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor) -> Tensor:
+    """[documents, heads, queries, d]. A sink takes part in the softmax of its head, and nothing is attended there."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * scale
+    if mask is None:
+        mask = torch.ones(scores.shape[2:], dtype=torch.bool).tril()
+    sink = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    logits = torch.cat([scores.masked_fill(~mask, -torch.inf), sink], -1)
+    return logits.softmax(-1)[..., :-1] @ v
 
 
 class _GatherSequence(torch.autograd.Function):

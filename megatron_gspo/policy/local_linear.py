@@ -1,4 +1,4 @@
-"""Grouped linears in plain torch for TEGroupedMLP: the parameter names and checkpoints of Transformer Engine's."""
+"""Linears in plain torch that Megatron takes from Transformer Engine alone: the same parameter names and checkpoints."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from torch import Tensor
 
 
 class _LocalGroupedLinear(torch.nn.Module):
-    """`num_gemms` linears without bias, weight0 .. [out, in], over consecutive runs of rows (the tokens per expert).
+    """`num_gemms` linears, weight0 .. [out, in] and perhaps bias0 .. [out], over consecutive runs of rows (the tokens
+    per expert).
 
-    Communication between expert-tensor-parallel ranks is the token dispatcher's.
+    Communication between expert-tensor-parallel ranks is the token dispatcher's. With biases there is one such rank:
+    Megatron refuses more.
     """
 
     partition_dim: int
-    use_bias = False
 
     def __init__(
         self,
@@ -39,8 +40,8 @@ class _LocalGroupedLinear(torch.nn.Module):
         name: str | None = None,
     ):
         super().__init__()
-        assert is_expert and not bias, "only bias-free experts are built"
-        self.num_gemms = num_gemms
+        assert is_expert, "only experts are built"
+        self.num_gemms, self.use_bias, self.skip_bias_add = num_gemms, bias, skip_bias_add
         self.pgs = pg_collection
         etp = pg_collection.expt_tp.size()
         shape = [output_size, input_size]
@@ -57,11 +58,24 @@ class _LocalGroupedLinear(torch.nn.Module):
             gated = self.partition_dim == 0 and config.gated_linear_unit
             set_tensor_model_parallel_attributes(weight, True, self.partition_dim, 2 if gated else 1)
             self.register_parameter(f"weight{i}", weight)
+            if bias:
+                vector: Any = torch.nn.Parameter(torch.zeros(shape[0], dtype=config.params_dtype))
+                vector.allreduce = not own_groups
+                set_tensor_model_parallel_attributes(vector, self.partition_dim == 0, 0, 2 if gated else 1)
+                self.register_parameter(f"bias{i}", vector)
 
-    def forward(self, x: Tensor, tokens_per_expert: list[int]) -> tuple[Tensor, None]:
-        """x [n, in], n = sum(tokens_per_expert) -> [n, out]. An expert without tokens gets a gradient of zeros."""
+    def forward(self, x: Tensor, tokens_per_expert: list[int]) -> tuple[Tensor, list[Tensor] | None]:
+        """x [n, in], n = sum(tokens_per_expert) -> [n, out], and the biases where the caller is to add them. An expert
+        without tokens gets a gradient of zeros."""
         weights = [self.get_parameter(f"weight{i}") for i in range(self.num_gemms)]
-        return _GroupedLinear.apply(x, tokens_per_expert, *weights), None
+        out = _GroupedLinear.apply(x, tokens_per_expert, *weights)
+        if not self.use_bias:
+            return out, None
+        biases: list[Tensor] = [self.get_parameter(f"bias{i}") for i in range(self.num_gemms)]
+        if self.skip_bias_add:
+            return out, biases
+        rows = torch.tensor(tokens_per_expert)
+        return out + torch.stack(biases).repeat_interleave(rows, 0, output_size=len(x)), None
 
     def backward_dw(self) -> None:
         """Weight gradients are not deferred: nothing is left to do."""
@@ -72,10 +86,16 @@ class _LocalGroupedLinear(torch.nn.Module):
         experts, first = self.pgs.ep.size() * self.num_gemms, self.pgs.ep.rank() * self.num_gemms
         sharded = {}
         for i in range(self.num_gemms):
+            held: dict[str, Any] = {f"{i}.weight": self.get_parameter(f"weight{i}"), f"{i}._extra_state": None}
+            cuts = {f"{i}.weight": self.partition_dim}
+            if self.use_bias:
+                held[f"{i}.bias"] = self.get_parameter(f"bias{i}")
+                if self.partition_dim == 0:
+                    cuts[f"{i}.bias"] = 0
             parts = make_sharded_tensors_for_checkpoint(
-                {f"{i}.weight": self.get_parameter(f"weight{i}"), f"{i}._extra_state": None},
+                held,
                 "",
-                {f"{i}.weight": self.partition_dim},
+                cuts,
                 (*sharded_offsets, (len(sharded_offsets), first + i, experts)),
                 tp_group=self.pgs.expt_tp,
                 dp_cp_group=metadata["dp_cp_group"],
@@ -85,6 +105,8 @@ class _LocalGroupedLinear(torch.nn.Module):
                 part.replica_id = (*part.replica_id[:2], self.pgs.expt_dp.rank())
             sharded[f"{prefix}weight{i}"] = parts[f"{i}.weight"]
             sharded[f"{prefix}_extra_state{i or ''}"] = parts[f"{i}._extra_state"]
+            if self.use_bias:
+                sharded[f"{prefix}bias{i}"] = parts[f"{i}.bias"]
         return sharded
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
@@ -104,6 +126,35 @@ class LocalRowGroupedLinear(_LocalGroupedLinear):
     """Grouped linear whose inputs are cut over expert tensor parallelism (an expert's fc2)."""
 
     partition_dim = 1
+
+
+class LocalReplicatedLinear(torch.nn.Module):
+    """A linear without bias that every tensor-parallel rank holds whole, over the tokens that it has (MLA's projections
+    to latents): Transformer Engine's with parallel_mode "duplicated"."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Callable[[Tensor], Any],
+        bias: bool,
+        parallel_mode: str,
+        **_: Any,
+    ):
+        super().__init__()
+        assert parallel_mode == "duplicated" and not bias, "only whole weights without bias are built"
+        weight: Any = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        if config.perform_initialization:
+            init_method(weight)
+        weight.allreduce = True
+        weight.sequence_parallel = config.sequence_parallel  # its gradient is summed over TP ranks
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """x [..., in] -> [..., out]."""
+        return torch.nn.functional.linear(x, self.weight), None
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""The CPU twin of the Transformer Engine block spec: Megatron's local spec with three kinds of module replaced."""
+"""The CPU twin of the Transformer Engine block spec: Megatron's local spec with a few kinds of module replaced."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_gspo.policy.local_attention import LocalAttention
-from megatron_gspo.policy.local_linear import LocalColumnGroupedLinear, LocalRowGroupedLinear
+from megatron_gspo.policy.local_linear import LocalColumnGroupedLinear, LocalReplicatedLinear, LocalRowGroupedLinear
 
 
 class LocalNorm(torch.nn.RMSNorm):
@@ -44,7 +44,11 @@ def local_block_spec(config: TransformerConfig, vp_stage: int | None) -> Transfo
         parts.input_layernorm = parts.pre_mlp_layernorm = LocalNorm
         attention = parts.self_attention.submodules
         attention.core_attention = LocalAttention
-        attention.q_layernorm = attention.k_layernorm = LocalNorm
+        if config.multi_latent_attention:
+            attention.linear_q_down_proj = attention.linear_kv_down_proj = LocalReplicatedLinear
+            attention.q_layernorm = attention.kv_layernorm = LocalNorm
+        elif config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = LocalNorm
         if _is_moe(parts.mlp):
             parts.mlp = get_mlp_module_spec_for_backend(
                 _GroupedExperts(), num_experts=config.num_moe_experts, moe_grouped_gemm=True

@@ -29,7 +29,8 @@ class Buckets:
     shapes: (documents, queries, keys) of each rectangle. queries, keys: for the rectangles one after the other, the
     local query row and the gathered key row of each cell; padding repeats the document's last token. unpad [t]: the
     cell that holds each local token. masks: per rectangle, [documents, 1, queries, keys] bool, True where the query
-    sees the key; None at cp 1, where plain causal masking does it: padding comes after every real token.
+    sees the key; None at cp 1 without a window, where plain causal masking does it: padding comes after every real
+    token.
     """
 
     shapes: tuple[tuple[int, int, int], ...]
@@ -40,9 +41,10 @@ class Buckets:
 
 
 @lru_cache(maxsize=16)
-def attention_buckets(bounds: tuple[int, ...], cp: int, cp_rank: int) -> Buckets:
+def attention_buckets(bounds: tuple[int, ...], cp: int, cp_rank: int, window: int | None = None) -> Buckets:
     """Rectangles for causal attention inside each document, queries of `cp_rank` against the keys of all CP ranks.
 
+    window: a query sees itself and as many tokens before it; None: all of them.
     The key rows are those of an all-gather over CP: rank r's t tokens stand at [r t, (r + 1) t).
     """
     starts, lens = torch.tensor(bounds[:-1]), torch.tensor(bounds).diff()
@@ -61,9 +63,15 @@ def attention_buckets(bounds: tuple[int, ...], cp: int, cp_rank: int) -> Buckets
         shapes.append((*rows.shape, columns.shape[1]))
         queries.append(rows.flatten())
         keys.append(gathered[columns].flatten())
-        masks.append(positions[rows][:, None, :, None] >= torch.arange(columns.shape[1]) if cp > 1 else None)
+        masks.append(_mask(positions[rows], columns.shape[1], window) if cp > 1 or window is not None else None)
         first_cell += rows.numel()
     return Buckets(tuple(shapes), torch.cat(queries), torch.cat(keys), unpad, tuple(masks))
+
+
+def _mask(positions: Tensor, keys: int, window: int | None) -> Tensor:
+    """[documents, 1, queries, keys] bool for queries at `positions` [documents, queries]."""
+    distance = positions[:, None, :, None] - torch.arange(keys)
+    return (distance >= 0) if window is None else (distance >= 0) & (distance <= window)
 
 
 def _gathered_rows(bounds: tuple[int, ...], cp: int) -> Tensor:

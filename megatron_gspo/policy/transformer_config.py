@@ -6,6 +6,7 @@ Three kinds of fields. Derived ones follow from the HF config, the layout or the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,6 +34,10 @@ def transformer_config(architecture: Architecture, policy: PolicyConfig, layout:
         derived["the CPU path needs it so"] = _cpu()
     reasons = {name: reason for reason, fields in derived.items() for name in fields} | _REFUSED
     fixed = {name: value for fields in derived.values() for name, value in fields.items()}
+    if architecture.sparse_layers and model["add_bias_linear"] and layout.etp > 1:
+        raise ValueError(
+            f"policy.layout.etp = {layout.etp}: Megatron's experts have biases at etp 1 only; use ep instead"
+        )
     defaults = _gpu(architecture, layout) if on_gpu() else {}
     if architecture.sparse_layers:
         defaults |= _moe_defaults()
@@ -107,15 +112,31 @@ def _gpu(architecture: Architecture, layout: Layout) -> dict[str, Any]:
     from megatron.core.tensor_parallel import layers
 
     plain_rope = architecture.rope is not None and architecture.rope.frequencies()[1] == 1.0
+    model = architecture.transformer
+    if layout.cp > 1 and "window_size" in model:
+        _check_heads(model, layout)
 
     return {
         "gradient_accumulation_fusion": layers._grad_accum_fusion_available,
         "apply_rope_fusion": plain_rope,
         "bias_activation_fusion": True,
-        "bias_dropout_fusion": True,
+        # Grouped experts with biases refuse it.
+        "bias_dropout_fusion": not (architecture.sparse_layers and model["add_bias_linear"]),
+        "cp_comm_type": "a2a" if "window_size" in model else "p2p",
         "overlap_p2p_comm": layout.vpp > 1,
         "batch_p2p_comm": layout.vpp == 1,
     }
+
+
+def _check_heads(model: Mapping[str, Any], layout: Layout) -> None:
+    """Transformer Engine has windows and sinks under CP only where ranks exchange heads for tokens (a2a)."""
+    for field in ("num_attention_heads", "num_query_groups"):
+        heads = model[field]
+        if heads % (layout.tp * layout.cp):
+            raise ValueError(
+                f"policy.layout.cp = {layout.cp}: with sliding windows it must divide the {heads // layout.tp} heads "
+                f"that each of tp {layout.tp} ranks has of {field} {heads}"
+            )
 
 
 def _cpu() -> dict[str, Any]:

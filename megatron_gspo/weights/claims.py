@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from megatron_gspo.weights.rules import HFTensor, Rule
 
@@ -28,7 +29,7 @@ class Claim:
 def claims_of(rules: Sequence[Rule]) -> tuple[Claim, ...]:
     """All claims of a model, in the order of `rules`.
 
-    Raises ValueError naming every HF tensor that two claims name.
+    Raises ValueError naming every HF tensor that two claims name, and stacked ones that they do not cover.
     """
     places = [
         (rule, layer, expert)
@@ -40,10 +41,19 @@ def claims_of(rules: Sequence[Rule]) -> tuple[Claim, ...]:
         Claim(index, rule, layer, expert, tuple(_at(tensor, layer, expert) for tensor in rule.hf))
         for index, (rule, layer, expert) in enumerate(places)
     )
-    counts = Counter(tensor.name for claim in claims for tensor in claim.hf)
+    counts = Counter(_spelling(tensor, claim.expert) for claim in claims for tensor in claim.hf)
     twice = sorted(name for name, count in counts.items() if count > 1)
     if twice:
         raise ValueError(f"HF tensors that more than one rule claims: {listing(twice)}")
+    left = Counter[str]()
+    for claim in claims:
+        for tensor in claim.hf:
+            name, shape = tensor.exported
+            left.setdefault(name, prod(shape))
+            left[name] -= prod(tensor.shape)
+    partial = [name for name, numbers in left.items() if numbers]
+    if partial:
+        raise ValueError(f"HF tensors that the rules do not cover exactly: {listing(partial)}")
     return claims
 
 
@@ -52,6 +62,14 @@ def listing(names: Iterable[str], limit: int = 20) -> str:
     names = list(names)
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
+
+
+def _spelling(tensor: HFTensor, expert: int | None) -> str:
+    """The name that no other claim may name: of the tensor, or of the rows of the only tensor that holds it."""
+    stacked = tensor.stacked
+    if stacked is None or not stacked.only:
+        return tensor.name
+    return f"{stacked.name}[{expert}, {stacked.row}::{stacked.step}]"
 
 
 def _at(tensor: HFTensor, layer: int | None, expert: int | None) -> HFTensor:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from megatron_gspo.weights.bind import Binding, Bound
-from megatron_gspo.weights.plan import Bucket, ExportPlan, Holding, Item, TensorSpec, assign, buckets, parts
+from megatron_gspo.weights.claims import Claim
+from megatron_gspo.weights.plan import Bucket, ExportPlan, Holding, Item, Part, TensorSpec, assign, buckets, parts
+from megatron_gspo.weights.rules import HFTensor
 
 __all__ = ["Bucket", "ExportPlan", "TensorSpec", "buckets", "gather", "parts", "plan_export"]
 
@@ -27,8 +29,8 @@ def plan_export(binding: Binding, dtype: torch.dtype | None = None) -> ExportPla
 
 @torch.no_grad()
 def gather(bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
-    """The bucket's HF tensors (name, full tensor on the parameters' device, the caller's to keep) on its sender; [] on
-    every other rank.
+    """The bucket's HF tensors (name, full tensor on the parameters' device) on its sender; [] on every other rank. Some
+    are views of parameters: to be used before these change.
 
     Collective among the ranks that hold shards of the bucket's items; all of them must walk the buckets in the plan's
     order. Other ranks return at once. The sender holds twice the bucket at its peak. With `overlap_param_gather`, the
@@ -36,21 +38,26 @@ def gather(bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
     """
     rank = dist.get_rank()
     ours = {bound.claim.index: bound for bound in bucket.binding.bound if not bound.is_copy}
-    lots: dict[tuple[bool, torch.dtype], list[Item]] = defaultdict(list)
+    lots: dict[tuple[str, torch.dtype], list[Item]] = defaultdict(list)
     shards: dict[int, list[torch.Tensor]] = {}
     for item in bucket.items:
         if rank not in item.ranks:
             continue
-        if item.claim.rule.is_cut and len(item.ranks) > 1:
-            lots[item.claim.is_expert, item.dtype].append(item)
+        if item.is_gathered:
+            lots[item.group, item.dtype].append(item)
         elif rank == bucket.sender:
-            shards[item.claim.index] = [ours[item.claim.index].parameter.to(item.dtype)]
-    for (is_expert, dtype), items in lots.items():
-        group = bucket.binding.pgs.expt_tp if is_expert else bucket.binding.pgs.tp
-        shards |= _gather_shards([ours[item.claim.index] for item in items], dtype, bucket.sender, group)
+            indices = [part.claim.index for part in item.parts]
+            shards |= {index: [ours[index].parameter.to(item.dtype)] for index in indices}
+    for (name, dtype), items in lots.items():
+        held = [part for item in items for part in item.parts]
+        shards |= _gather_shards(held, ours, dtype, bucket.sender, getattr(bucket.binding.pgs, name))
     if rank != bucket.sender:
         return []
-    return [pair for item in bucket.items for pair in _assemble(item, shards[item.claim.index])]
+    return [
+        pair
+        for item in bucket.items
+        for pair in assemble((part.claim, shards[part.claim.index]) for part in item.parts)
+    ]
 
 
 def _holding(binding: Binding) -> Holding:
@@ -66,26 +73,59 @@ def _holding(binding: Binding) -> Holding:
 
 
 def _gather_shards(
-    entries: Sequence[Bound], dtype: torch.dtype, sender: int, group: dist.ProcessGroup
+    parts: Sequence[Part], ours: Mapping[int, Bound], dtype: torch.dtype, sender: int, group: dist.ProcessGroup
 ) -> dict[int, list[torch.Tensor]]:
-    """Shards of every entry in group order, by claim index, on the sender; {} elsewhere. One collective for all."""
-    parameters = [entry.parameter for entry in entries]
+    """Shards of every part in group order, by claim index, on the sender; {} elsewhere. One collective for all. The
+    ranks of a group hold equally many parts, of the same shapes in the same order."""
+    rank = dist.get_rank()
+    parameters = [ours[part.claim.index].parameter for part in parts if rank in part.ranks]
     flat = torch.cat([parameter.to(dtype).reshape(-1) for parameter in parameters])
-    if dist.get_rank() != sender:
+    if rank != sender:
         dist.gather(flat, dst=sender, group=group)
         return {}
     received = [torch.empty_like(flat) for _ in range(group.size())]
     dist.gather(flat, received, dst=sender, group=group)
-    split = [part.split([parameter.numel() for parameter in parameters]) for part in received]
-    return {
-        entry.claim.index: [part[i].view(entry.parameter.shape) for part in split] for i, entry in enumerate(entries)
-    }
+    shards = defaultdict[int, list[torch.Tensor]](list)
+    for holder, numbers in zip(dist.get_process_group_ranks(group), received, strict=True):
+        held = [part.claim.index for part in parts if holder in part.ranks]
+        split = numbers.split([parameter.numel() for parameter in parameters])
+        for index, shard, parameter in zip(held, split, parameters, strict=True):
+            shards[index].append(shard.view(parameter.shape))
+    return shards
 
 
-def _assemble(item: Item, shards: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    rule = item.claim.rule
-    full = [torch.empty(spec.shape, dtype=spec.dtype, device=shards[0].device) for spec in item.tensors]
-    for rank, shard in enumerate(shards):
-        for piece in rule.pieces(rank, len(shards), tuple(shard.shape)):
-            full[piece.source][piece.take].copy_(shard[piece.put])
-    return [(spec.name, tensor) for spec, tensor in zip(item.tensors, full, strict=True)]
+def assemble(held: Iterable[tuple[Claim, Sequence[torch.Tensor]]]) -> list[tuple[str, torch.Tensor]]:
+    """The HF tensors (name, full tensor of the shards' dtype and device) that whole parameters make up, each given by
+    all of its shards. What is a part of a lone shard as it lies is a view of it."""
+    full: dict[str, torch.Tensor] = {}
+    for claim, shards in held:
+        pieces = [
+            (shard, piece)
+            for rank, shard in enumerate(shards)
+            for piece in claim.rule.pieces(rank, len(shards), tuple(shard.shape))
+        ]
+        in_one_piece = len(pieces) == len({piece.source for _, piece in pieces}) == len(claim.hf)
+        if in_one_piece and not any(is_stacked(tensor) for tensor in claim.hf):
+            full |= {claim.hf[piece.source].name: shard[piece.put] for shard, piece in pieces}
+            continue
+        for shard, piece in pieces:
+            tensor = claim.hf[piece.source]
+            name, shape = tensor.exported
+            if name not in full:
+                full[name] = torch.empty(shape, dtype=shard.dtype, device=shard.device)
+            _entry(full[name], tensor, claim.expert)[piece.take].copy_(shard[piece.put])
+    return list(full.items())
+
+
+def is_stacked(tensor: HFTensor) -> bool:
+    """Whether the tensor leaves inside a stacked one."""
+    return tensor.stacked is not None and tensor.stacked.only
+
+
+def _entry(full: torch.Tensor, tensor: HFTensor, expert: int | None) -> torch.Tensor:
+    """The place of `tensor` in the exported tensor `full`, a view."""
+    stacked = tensor.stacked
+    if stacked is None or not stacked.only or expert is None:
+        return full
+    entry = full[expert].T if stacked.transposed else full[expert]
+    return entry[stacked.row :: stacked.step][: tensor.shape[0]]

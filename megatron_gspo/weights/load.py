@@ -14,6 +14,7 @@ from megatron_gspo.weights.bind import Binding, Bound
 from megatron_gspo.weights.claims import listing
 from megatron_gspo.weights.rules import HFTensor, Piece, Region
 from megatron_gspo.weights.source import HFCheckpoint
+from megatron_gspo.weights.tensor_file import Slices
 
 
 @dataclass(frozen=True)
@@ -28,19 +29,29 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a checkpoint keeps an HF tensor: `name` itself, or rows [row, ...) of entry `expert` of a stacked one."""
+    """Where a checkpoint keeps an HF tensor: `name` itself, or entry `expert` of the tensor in which it is stacked."""
 
     tensor: HFTensor
     name: str
     shape: tuple[int, ...]
     expert: int | None = None
-    row: int = 0
 
-    def region(self, take: Region) -> tuple[slice | int, ...]:
-        if self.expert is None:
-            return take
+    def read_into(self, checkpoint: HFCheckpoint, take: Region, out: torch.Tensor) -> None:
+        """Copies the HF tensor's [take] into `out`."""
+        stacked = self.tensor.stacked
+        if self.expert is None or stacked is None:
+            checkpoint.read_into(self.name, take, out)
+            return
         start, stop, _ = (take[0] if take else slice(None)).indices(self.tensor.shape[0])
-        return self.expert, slice(self.row + start, self.row + stop), *take[1:]
+        first, offset = stacked.row // stacked.step * stacked.step, stacked.row % stacked.step
+        rows = slice(first + start * stacked.step, first + stop * stacked.step)
+        others = take[1:] or (slice(None),) * (len(self.tensor.shape) - 1)
+        region: Slices = (self.expert, *others, rows) if stacked.transposed else (self.expert, rows, *others)
+        if stacked.step == 1:
+            checkpoint.read_into(self.name, region, out.T if stacked.transposed else out)
+        else:
+            block = checkpoint.read(self.name, region)
+            out.copy_((block.T if stacked.transposed else block)[offset :: stacked.step])
 
 
 def load_hf(directory: str | Path, binding: Binding, progress: Callable[[int, int], None] | None = None) -> LoadReport:
@@ -63,7 +74,7 @@ def load_hf(directory: str | Path, binding: Binding, progress: Callable[[int, in
             size_bytes += read_shard(checkpoint, sources, bound, shard)
             with torch.no_grad():
                 bound.parameter.copy_(shard)
-            tensors.update(place.tensor.name for place in sources)
+            tensors.update(place.tensor.exported[0] for place in sources)
             conversions.update(_conversion(checkpoint.dtype(sources[0].name), shard.dtype))
             if progress is not None:
                 progress(done, len(binding.bound))
@@ -78,7 +89,7 @@ def checkpoint_shapes(directory: str | Path, binding: Binding) -> dict[str, tupl
     with HFCheckpoint(directory) as checkpoint:
         places = [place for row in _places(checkpoint, binding) for place in row]
         return {
-            place.tensor.name: checkpoint.shape(place.name) if place.expert is None else place.tensor.shape
+            place.tensor.exported[0]: checkpoint.shape(place.name) if place.expert is None else place.tensor.exported[1]
             for place in places
         }
 
@@ -103,11 +114,10 @@ def read_shard(checkpoint: HFCheckpoint, places: Sequence[Place], bound: Bound, 
 
 def _read_into(checkpoint: HFCheckpoint, place: Place, piece: Piece, out: torch.Tensor) -> int:
     """Fills `out`; returns the bytes of the numbers that were read."""
-    region = place.region(piece.take)
-    checkpoint.read_into(place.name, region, out)
+    place.read_into(checkpoint, piece.take, out)
     for duplicate in place.tensor.duplicates:
         if duplicate in checkpoint.files and not torch.equal(
-            checkpoint.read(place.name, region), checkpoint.read(duplicate, piece.take)
+            checkpoint.read(place.name, piece.take), checkpoint.read(duplicate, piece.take)
         ):
             raise ValueError(
                 f"{checkpoint.directory}: config.json ties {duplicate} to {place.name}, but their values differ; "
@@ -128,12 +138,13 @@ def _places(checkpoint: HFCheckpoint, binding: Binding) -> list[tuple[Place, ...
         row = []
         for tensor in claim.hf:
             options = [Place(tensor, name, tensor.shape) for name in (tensor.name, *tensor.other_names)]
-            if tensor.stacked is not None:
-                stacked = tensor.stacked
-                options.append(Place(tensor, stacked.name, stacked.shape, claim.expert, stacked.row))
+            stacked = tensor.stacked
+            if stacked is not None:
+                kept = [] if stacked.only else options
+                options = [*kept, Place(tensor, stacked.name, stacked.shape, claim.expert)]
             present = [place for place in options if place.name in files]
             if not present:
-                missing.append(tensor.name)
+                missing.append(tensor.exported[0])
             elif len(present) > 1:
                 twice.append(" and ".join(place.name for place in present))
             used.update(place.name for place in present)
@@ -143,7 +154,7 @@ def _places(checkpoint: HFCheckpoint, binding: Binding) -> list[tuple[Place, ...
     family = binding.family
     known = re.compile("|".join((*family.ignored, *family.carried(binding.hf_config))) or r"(?!)")
     extra = [name for name in sorted(files) if name not in used and not known.fullmatch(name)]
-    problems = {"missing": missing, "of no rule": extra, "written twice": twice}
+    problems = {"missing": dict.fromkeys(missing), "of no rule": extra, "written twice": twice}
     if any(problems.values()):
         found = "; ".join(f"tensors {kind}: {listing(names)}" for kind, names in problems.items() if names)
         raise ValueError(

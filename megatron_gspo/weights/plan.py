@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import zip_longest
 from math import prod
 
@@ -52,21 +53,46 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Item:
-    """The HF tensors of one claim: `ranks` hold its shards in this order, `sender`, one of them, gathers and sends."""
+class Part:
+    """A claim whose shards `ranks` hold, in this order."""
 
     claim: Claim
-    dtype: torch.dtype
     ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Item:
+    """HF tensors that leave together: those of one claim or, where experts are exported stacked, the tensor that the
+    claims of all experts make up. `sender`, one of the ranks, gathers and sends."""
+
+    parts: tuple[Part, ...]
+    dtype: torch.dtype
     sender: int
 
-    @property
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        return tuple(TensorSpec(t.name, t.shape, self.dtype, self.sender) for t in self.claim.hf)
+    @cached_property
+    def ranks(self) -> frozenset[int]:
+        return frozenset(rank for part in self.parts for rank in part.ranks)
 
-    @property
+    @cached_property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        exported = dict(tensor.exported for part in self.parts for tensor in part.claim.hf)
+        return tuple(TensorSpec(name, shape, self.dtype, self.sender) for name, shape in exported.items())
+
+    @cached_property
     def size_bytes(self) -> int:
         return sum(tensor.size_bytes for tensor in self.tensors)
+
+    @property
+    def group(self) -> str:
+        """The process group, by its field in ProcessGroupCollection, whose ranks hold the parts."""
+        if len(self.parts) > 1:
+            return "tp_ep"
+        return "expt_tp" if self.parts[0].claim.is_expert else "tp"
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the sender alone does not hold all of it."""
+        return len(self.ranks) > 1 and (len(self.parts) > 1 or self.parts[0].claim.rule.is_cut)
 
 
 @dataclass(frozen=True)
@@ -99,11 +125,11 @@ class Bucket:
 
 
 def assign(claims: Sequence[Claim], holdings: Sequence[Holding], dtype: torch.dtype | None) -> tuple[Item, ...]:
-    """A sender for every claim, in the dtype given or (None) that of the parameter.
+    """A sender for every claim, in the dtype given or (None, and where the rule keeps it) that of the parameter.
 
     Only the first replica sends: the ranks with dp_cp rank 0 for dense parameters, with expert-dp rank 0 for experts.
-    Among the TP (ETP) ranks that hold a claim's shards, the one with the fewest bytes to send so far takes it; so each
-    pipeline stage sends its layers, each EP rank its experts, and TP ranks share the work.
+    Among the ranks that hold an item, the one with the fewest bytes to send so far takes it; so each pipeline stage
+    sends its layers, each EP rank its experts, and TP ranks share the work. EP ranks share that of stacked experts.
 
     Raises ValueError naming HF tensors that no rank holds, or that ranks hold in part or in several places.
     """
@@ -112,24 +138,42 @@ def assign(claims: Sequence[Claim], holdings: Sequence[Holding], dtype: torch.dt
         for index in holding.dtypes:
             if holding.is_first_replica(claims[index]):
                 by_claim[index].append(holding)
-    lost = [tensor.name for claim in claims if claim.index not in by_claim for tensor in claim.hf]
+    lost = [tensor.exported[0] for claim in claims if claim.index not in by_claim for tensor in claim.hf]
     if lost:
-        raise ValueError(f"HF tensors that config.json promises and no rank holds: {listing(lost)}")
+        raise ValueError(f"HF tensors that config.json promises and no rank holds: {listing(dict.fromkeys(lost))}")
     load: dict[int, int] = defaultdict(int)
     items = []
-    for claim in claims:
-        held = by_claim[claim.index]
-        ranks = held[0].shards(claim)
-        if sorted(h.rank for h in held) != sorted(ranks) or len({h.dtypes[claim.index] for h in held}) != 1:
+    for together in _sent_together(claims):
+        parts = tuple(_part(claim, by_claim[claim.index]) for claim in together)
+        dtypes = {holding.dtypes[claim.index] for claim in together for holding in by_claim[claim.index]}
+        if len(dtypes) != 1:
             raise ValueError(
-                f"{claim.hf[0].name}: ranks {sorted(h.rank for h in held)} hold it as their first replica, expected "
-                f"exactly ranks {list(ranks)} with one dtype; were all ranks built from one layout and recipe?"
+                f"{together[0].hf[0].name}: its ranks hold it as {sorted(map(str, dtypes))}, not in one dtype"
             )
-        sender = min(ranks, key=lambda rank: (load[rank], rank))
-        item = Item(claim, dtype or held[0].dtypes[claim.index], ranks, sender)
+        sender = min((rank for part in parts for rank in part.ranks), key=lambda rank: (load[rank], rank))
+        own = dtypes.pop()
+        item = Item(parts, own if dtype is None or together[0].rule.keeps_dtype else dtype, sender)
         load[sender] += item.size_bytes
         items.append(item)
     return tuple(items)
+
+
+def _sent_together(claims: Sequence[Claim]) -> Iterable[list[Claim]]:
+    """The claims that share an exported tensor, in the order of the first of each."""
+    groups: dict[str, list[Claim]] = defaultdict(list)
+    for claim in claims:
+        groups[claim.hf[0].exported[0]].append(claim)
+    return groups.values()
+
+
+def _part(claim: Claim, held: Sequence[Holding]) -> Part:
+    ranks = held[0].shards(claim)
+    if sorted(h.rank for h in held) != sorted(ranks):
+        raise ValueError(
+            f"{claim.hf[0].name}: ranks {sorted(h.rank for h in held)} hold it as their first replica, expected "
+            f"exactly ranks {list(ranks)}; were all ranks built from one layout and recipe?"
+        )
+    return Part(claim, ranks)
 
 
 def buckets(plan: ExportPlan, size_bytes: int) -> tuple[Bucket, ...]:

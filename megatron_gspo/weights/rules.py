@@ -20,22 +20,36 @@ Region = tuple[slice, ...]  # leading dimensions; the others are whole
 
 @dataclass(frozen=True)
 class Stacked:
-    """Another spelling of a tensor: rows [row, row + len) of entry `{expert}` of one tensor `shape` [experts, ...]."""
+    """Another spelling of a tensor: rows row, row + step, ... of entry `{expert}` of one tensor `shape` [experts, ...],
+    of the entry's transpose where it is `transposed`.
+
+    `only`: no checkpoint has the unfused tensor. The stacked one is exported, whole.
+    """
 
     name: str
     shape: Shape
     row: int = 0
+    step: int = 1
+    transposed: bool = False
+    only: bool = False
 
 
 @dataclass(frozen=True)
 class HFTensor:
-    """One tensor of the HF checkpoint, by its unfused name (the one that is exported) and its full shape."""
+    """One tensor of the HF checkpoint, by its unfused name and its full shape."""
 
     name: str
     shape: Shape
     stacked: Stacked | None = None
     duplicates: tuple[str, ...] = ()  # names under which a checkpoint may hold the same numbers once more
     other_names: tuple[str, ...] = ()  # one of these instead of `name` in other formats of the checkpoint
+
+    @property
+    def exported(self) -> tuple[str, Shape]:
+        """Name and shape of the tensor that leaves with these numbers: its own, or those of the stacked one."""
+        if self.stacked is not None and self.stacked.only:
+            return self.stacked.name, self.stacked.shape
+        return self.name, self.shape
 
 
 @dataclass(frozen=True)
@@ -53,7 +67,7 @@ class Rule(ABC):
 
     `megatron` are the spellings of the parameter under different layer specs (Transformer Engine fuses norms into the
     linear that follows); a model has exactly one of them. `copies` are parameters that repeat it on another pipeline
-    stage: they are loaded, never exported.
+    stage: they are loaded, never exported. `keeps_dtype`: it leaves in its own dtype, whatever that of the export.
     """
 
     hf: tuple[HFTensor, ...]
@@ -61,6 +75,7 @@ class Rule(ABC):
     copies: tuple[str, ...] = ()
     layers: tuple[int, ...] | None = None
     experts: int | None = None
+    keeps_dtype: bool = False
 
     @property
     def is_cut(self) -> bool:

@@ -12,13 +12,18 @@ LENS = (24, 8, 40, 8, 16, 0, 32)
 BOUNDS = (0, 24, 32, 72, 80, 96, 96, 128)
 
 
-def _dense(query, key, value):
-    """[T, heads, d] causal inside each document, one [T, T] mask, in float64."""
+def _dense(query, key, value, window=None, sinks=None):
+    """[T, heads, d] causal inside each document, one [T, T] mask, in float64. Sinks [heads] as their definition says:
+    exp(sink) more in the denominator."""
     document = torch.repeat_interleave(torch.arange(len(LENS)), torch.tensor(LENS))
     visible = (document[:, None] == document) & torch.ones(128, 128).tril().bool()
+    if window is not None:
+        visible &= ~torch.ones(128, 128).tril(-window - 1).bool()
     key, value = (x.repeat_interleave(HEADS // GROUPS, 1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) * 0.5
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    terms = scores.exp() * visible
+    extra = 0 if sinks is None else sinks.exp()[:, None, None]
+    weights = terms / (terms.sum(-1, keepdim=True) + extra)
     return torch.einsum("hqk,khd->qhd", weights, value)
 
 
@@ -28,27 +33,31 @@ def _local_rows(cp, cp_rank):
     return torch.cat([start + zigzag_positions(length, cp, cp_rank) for length, start in starts])
 
 
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 0, 5, 100])
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_equals_dense_attention(cp):
+def test_equals_dense_attention(cp, window, with_sinks):
     generator = torch.Generator().manual_seed(0)
-    query, key, value = (
+    inputs = [
         torch.randn(128, heads, DIM, generator=generator, dtype=torch.float64, requires_grad=True)
         for heads in (HEADS, GROUPS, GROUPS)
-    )
+    ]
+    query, key, value = inputs
+    sinks = torch.tensor([-3.0, 0.0, 1.0, 4.0], dtype=torch.float64, requires_grad=True) if with_sinks else None
+    inputs += [sinks] if with_sinks else []
     upstream = torch.randn(128, HEADS, DIM, generator=generator, dtype=torch.float64)
-    expected = _dense(query, key, value)
-    expected_grads = torch.autograd.grad((expected * upstream).sum(), (query, key, value))
+    expected = _dense(query, key, value, window, sinks)
+    expected_grads = torch.autograd.grad((expected * upstream).sum(), inputs)
 
     gathered = torch.cat([_local_rows(cp, rank) for rank in range(cp)])  # the order of an all-gather over CP
     found = torch.empty_like(expected)
-    grads = [torch.zeros_like(x) for x in (query, key, value)]
+    grads = [torch.zeros_like(x) for x in inputs]
     for rank in range(cp):
         rows = _local_rows(cp, rank)
-        out = attend(query[rows], key[gathered], value[gathered], attention_buckets(BOUNDS, cp, rank), 0.5)
+        buckets = attention_buckets(BOUNDS, cp, rank, window)
+        out = attend(query[rows], key[gathered], value[gathered], buckets, 0.5, sinks)
         found[rows] = out.detach()
-        for total, part in zip(
-            grads, torch.autograd.grad((out * upstream[rows]).sum(), (query, key, value)), strict=True
-        ):
+        for total, part in zip(grads, torch.autograd.grad((out * upstream[rows]).sum(), inputs), strict=True):
             total += part
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(tuple(grads), expected_grads)

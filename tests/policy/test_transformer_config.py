@@ -76,7 +76,6 @@ def test_sparse_step_counts_from_one():
         ({"hidden_act": "gelu"}, r"hidden_act: only silu .*'gelu'"),
         ({"attention_dropout": 0.1}, r"attention_dropout: .*0\.1"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 4.0}}, "rope_type: 'dynamic'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
 )
 def test_unsupported_hf_features_are_refused(change, message):

@@ -270,6 +270,8 @@ def file_tensors(directory: Path) -> dict[str, torch.Tensor]:
     """The checkpoint's tensors, transformers 5's stacked experts under their unfused names."""
     tensors = {k: v for file in directory.glob("*.safetensors") for k, v in load_file(file).items()}
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "experts.down_proj"))]:
+        if f"{name}_bias" in tensors:
+            continue  # gpt-oss has no unfused names
         prefix, _, kind = name.rpartition(".")
         for expert, matrix in enumerate(tensors.pop(name)):
             parts = {"down_proj": matrix}

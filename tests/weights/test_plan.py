@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from megatron_gspo.weights.claims import claims_of
+from megatron_gspo.weights.claims import Claim, claims_of
 from megatron_gspo.weights.families import family_for
 from megatron_gspo.weights.plan import ExportPlan, Holding, assign, buckets
 
@@ -25,10 +25,11 @@ MOE = dict(
     num_experts=8,
 )
 CLAIMS = claims_of(family_for(MOE).rules(MOE))
+STACKED = MOE | dict(model_type="gpt_oss", num_local_experts=8)
 TP, PP, DP, EP = 2, 2, 2, 4  # Megatron's order: tp fastest, then dp, then pp; ep spans tp and dp, etp 1
 
 
-def holdings() -> list[Holding]:
+def holdings(claims: tuple[Claim, ...] = CLAIMS) -> list[Holding]:
     return [
         Holding(
             rank=(stage * DP + dp) * TP + tp,
@@ -36,7 +37,7 @@ def holdings() -> list[Holding]:
             etp_ranks=((stage * DP + dp) * TP + tp,),
             replica=dp,
             expert_replica=0,
-            dtypes={c.index: torch.bfloat16 for c in CLAIMS if held(c, stage, ep=dp * TP + tp)},
+            dtypes={c.index: torch.bfloat16 for c in claims if held(c, stage, ep=dp * TP + tp)},
         )
         for stage, dp, tp in product(range(PP), range(DP), range(TP))
     ]
@@ -58,7 +59,7 @@ def test_every_tensor_has_one_sender_that_holds_it():
     # embed, norm, head; per layer 2 norms, q k v o, 2 QK-norms, router; per expert 3.
     assert len(names) == len(set(names)) == 3 + 4 * (9 + 8 * 3)
     for item in plan().items:
-        assert item.sender in item.ranks and item.claim.index in by_rank[item.sender].dtypes
+        assert item.sender in item.ranks and item.parts[0].claim.index in by_rank[item.sender].dtypes
 
 
 def test_every_stage_and_every_expert_rank_sends():
@@ -67,10 +68,29 @@ def test_every_stage_and_every_expert_rank_sends():
         sent[item.sender] += item.size_bytes
     # Rank 2 and 3 (dp 1) and 6, 7 hold a second replica of the dense weights, but experts of their own.
     assert set(sent) == set(range(8))
-    assert {i.sender for i in plan().items if not i.claim.is_expert} == {0, 1, 4, 5}
+    assert {i.sender for i in plan().items if not i.parts[0].claim.is_expert} == {0, 1, 4, 5}
     # TP ranks of a stage share its dense bytes: they differ by less than the largest tensor.
     largest = max(item.size_bytes for item in plan().items)
     assert abs(sent[0] - sent[1]) <= largest and abs(sent[4] - sent[5]) <= largest
+
+
+def test_stacked_experts_leave_whole_from_one_of_the_ranks_that_hold_them():
+    claims = claims_of(family_for(STACKED).rules(STACKED))
+    items = [item for item in assign(claims, holdings(claims), None) if item.parts[0].claim.is_expert]
+    # Four tensors a layer, of 8 experts each, on the four EP ranks of its pipeline stage; all of them send.
+    assert len(items) == 4 * 4 and all(len(item.parts) == 8 and len(item.tensors) == 1 for item in items)
+    shapes = {item.tensors[0].name.split("experts.")[1]: item.tensors[0].shape for item in items}
+    assert shapes == {
+        "gate_up_proj": (8, 16, 64),
+        "gate_up_proj_bias": (8, 64),
+        "down_proj": (8, 32, 16),
+        "down_proj_bias": (8, 16),
+    }
+    for item in items:
+        stage = (item.parts[0].claim.layer or 0) // 2
+        assert item.ranks == set(range(4 * stage, 4 * stage + 4)) and item.group == "tp_ep" and item.is_gathered
+        assert [part.ranks for part in item.parts] == [(4 * stage + expert // 2,) for expert in range(8)]
+    assert {item.sender for item in items} == set(range(8))
 
 
 def test_dtype_is_the_parameters_or_the_one_asked_for():

@@ -7,7 +7,8 @@ from itertools import product
 import pytest
 import torch
 
-from megatron_gspo.weights.rules import QKV, Copy, GateUp, HFTensor, Piece, Rule, Vocab
+from megatron_gspo.weights.claims import claims_of
+from megatron_gspo.weights.rules import QKV, Copy, GateUp, HFTensor, Piece, Rule, Stacked, Vocab
 
 
 def shards(rule: Rule, size: int, hf: list[torch.Tensor], local: tuple[int, ...] | None = None) -> list[torch.Tensor]:
@@ -71,6 +72,18 @@ def test_pieces_cover_every_element_once(name: str, size: int):
             assert counts[piece.source][piece.take].shape == taken[piece.put].shape
         assert taken.max() <= 1
     assert all((count == 1).all() for count in counts)
+
+
+def test_a_stacked_tensor_is_claimed_once_and_whole():
+    def half(name: str, row: int) -> Rule:
+        stacked = Stacked("gate_up", (2, 6), row, step=2, only=True)
+        return Copy(hf=(HFTensor(f"{{expert}}.{name}", (3,), stacked),), megatron=("m",), experts=2)
+
+    assert len(claims_of([half("gate", 0), half("up", 1)])) == 4
+    with pytest.raises(ValueError, match="do not cover exactly: gate_up"):
+        claims_of([half("gate", 0)])
+    with pytest.raises(ValueError, match=r"more than one rule claims: gate_up\[0, 0::2\], gate_up\[1, 0::2\]"):
+        claims_of([half("gate", 0), half("up", 0)])
 
 
 def test_a_replicated_tensor_is_whole_everywhere():

@@ -37,12 +37,11 @@ def decoder(c: HFConfig, **fields: Any) -> dict[str, Any]:
         c,
         use_sliding_window=(bool(c.get("use_sliding_window")), "sliding-window attention is not built"),
         layer_types=(
-            bool(set(c.get("layer_types") or ()) - {"full_attention"}),
+            "window_size" not in fields and bool(set(c.get("layer_types") or ()) - {"full_attention"}),
             "only full_attention layers are built",
         ),
         hidden_act=(c.get("hidden_act", "silu") != "silu", "only silu (SwiGLU) is built"),
         attention_dropout=(bool(c.get("attention_dropout")), "old and new log-probabilities would differ"),
-        quantization_config=(bool(c.get("quantization_config")), "load a checkpoint in high precision"),
     )
     return {
         "num_layers": need(c, "num_hidden_layers"),
@@ -59,6 +58,19 @@ def decoder(c: HFConfig, **fields: Any) -> dict[str, Any]:
         "add_bias_linear": False,
         "add_qkv_bias": False,
     } | fields
+
+
+def sliding_windows(c: HFConfig, layer_types: Sequence[str]) -> dict[str, Any]:
+    """Fields of attention to `sliding_window` tokens, the query's own among them, in layers of type sliding_attention.
+
+    Raises ValueError for types other than that and full_attention.
+    """
+    unknown = set(layer_types) - {"full_attention", "sliding_attention"}
+    refuse(c, layer_types=(bool(unknown), "only full_attention and sliding_attention layers are built"))
+    return {
+        "window_size": (need(c, "sliding_window") - 1, 0),
+        "window_attn_skip_freq": [int(kind == "sliding_attention") for kind in layer_types],
+    }
 
 
 def softmax_experts(c: HFConfig, *, sparse: Sequence[int], experts: int, ffn: int, normalise: bool) -> dict[str, Any]:
