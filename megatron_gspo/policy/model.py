@@ -95,6 +95,7 @@ def build_model(hf_config: dict[str, Any], policy: PolicyConfig, layout: Layout)
         )
         if architecture.rope is not None:
             install_rotary(model, architecture.rope)
+        _mark_sinks(model)
         _freeze_expert_bias(model)
         chunks.append(model.cuda() if on_gpu() else model)
     return Model(chunks, config, hf_config, hf_config["vocab_size"], padded)
@@ -189,6 +190,14 @@ def _in_precision(model: Model) -> list[torch.nn.Module]:
 def _per_chunk(functions: list[Any]) -> Any:
     """What the schedules expect: a list with several chunks, the function itself with one."""
     return functions if len(functions) > 1 else functions[0]
+
+
+def _mark_sinks(model: GPTModel) -> None:
+    """Say that attention sinks are cut over TP: unmarked, only those of the first rank count in the gradient's norm."""
+    for module in model.modules():
+        sinks = getattr(module, "softmax_offset", None)
+        if isinstance(sinks, torch.nn.Parameter):
+            tensor_parallel.set_tensor_model_parallel_attributes(sinks, True, 0, 1)
 
 
 def _freeze_expert_bias(model: GPTModel) -> None:
