@@ -49,6 +49,7 @@ def install() -> None:
     _uneven_collectives()
     _splits_as_numpy()
     _packed_rope()
+    _latent_projections()
     _optimizer_type_names()
     _adamw_state()
     _installed = True
@@ -171,6 +172,17 @@ def _packed_rope() -> None:
         return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs[positions], **options).squeeze(1)
 
     rope_utils._apply_rotary_pos_emb_thd = rotate
+
+
+def _latent_projections() -> None:
+    """MLA knows a projection to latents that TP ranks hold whole by Transformer Engine's class alone. Its other one is
+    cut, and loses the gradients that the heads of other ranks send to the keys' part with the position."""
+    from megatron.core.transformer import multi_latent_attention
+
+    from megatron_gspo.policy.local_linear import LocalReplicatedLinear
+
+    module: Any = multi_latent_attention
+    module.TELinear = LocalReplicatedLinear
 
 
 def _optimizer_type_names() -> None:

@@ -1,4 +1,4 @@
-"""Linears in plain torch that Megatron takes from Transformer Engine alone: the same parameter names and checkpoints."""
+"""Linears in plain torch that Megatron has from Transformer Engine alone: with the same parameters and checkpoints."""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
@@ -27,6 +26,8 @@ from megatron_gspo.config.schema import PolicyConfig
 from megatron_gspo.policy import router_loss
 from megatron_gspo.policy.all_heads_norm import norm_all_heads
 from megatron_gspo.policy.cpu import on_gpu
+from megatron_gspo.policy.expert_bias import freeze_expert_bias, half_precision
+from megatron_gspo.policy.latent_attention import latent_attention
 from megatron_gspo.policy.layout import Layout
 from megatron_gspo.policy.local_spec import local_block_spec
 from megatron_gspo.policy.overrides import checked_overrides
@@ -96,7 +97,7 @@ def build_model(hf_config: dict[str, Any], policy: PolicyConfig, layout: Layout)
         if architecture.rope is not None:
             install_rotary(model, architecture.rope)
         _mark_sinks(model)
-        _freeze_expert_bias(model)
+        freeze_expert_bias(model)
         chunks.append(model.cuda() if on_gpu() else model)
     return Model(chunks, config, hf_config, hf_config["vocab_size"], padded)
 
@@ -111,6 +112,8 @@ def layer_spec(
         spec = local_block_spec(config, vp_stage)
     if architecture.norm_all_heads:
         norm_all_heads(spec.layer_specs, config, layout.pgs.tp)
+    if architecture.latent_norm_eps is not None:
+        latent_attention(spec.layer_specs, architecture.latent_norm_eps)
     return spec
 
 
@@ -184,7 +187,7 @@ def stage_padding_mask(chunk: torch.nn.Module, mask: Tensor, layout: Layout) -> 
 
 
 def _in_precision(model: Model) -> list[torch.nn.Module]:
-    return [Float16Module(model.config, chunk) if model.config.bf16 else chunk for chunk in model.chunks]
+    return [half_precision(model.config, chunk) if model.config.bf16 else chunk for chunk in model.chunks]
 
 
 def _per_chunk(functions: list[Any]) -> Any:
@@ -198,10 +201,3 @@ def _mark_sinks(model: GPTModel) -> None:
         sinks = getattr(module, "softmax_offset", None)
         if isinstance(sinks, torch.nn.Parameter):
             tensor_parallel.set_tensor_model_parallel_attributes(sinks, True, 0, 1)
-
-
-def _freeze_expert_bias(model: GPTModel) -> None:
-    """Keep finalize_model_grads from moving the routers' expert bias: sampling and training must route alike."""
-    for module in model.modules():
-        if hasattr(module, "frozen_expert_bias"):
-            module.frozen_expert_bias = True

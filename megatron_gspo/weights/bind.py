@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Bound:
-    """One parameter of this rank: shard `rank` of `size` of `claim`. `name` is Megatron's, with local numbers."""
+    """One parameter of this rank, or persistent buffer: shard `rank` of `size` of `claim`. `name` is Megatron's, with
+    local numbers."""
 
     claim: Claim
     name: str
-    parameter: torch.nn.Parameter
+    parameter: torch.Tensor
     is_copy: bool
     rank: int
     size: int
@@ -50,7 +51,8 @@ class Binding:
 def bind(
     chunks: Sequence[GPTModel], hf_config: HFConfig, pgs: ProcessGroupCollection, *, fresh: Collection[str] = ()
 ) -> Binding:
-    """Ties the parameters of this rank's model `chunks` (bare, not wrapped in DDP) to HF tensors. Not a collective.
+    """Ties the parameters of this rank's model `chunks` (bare, not wrapped in DDP) to HF tensors, and the buffers that
+    are saved with them (the routers' expert biases). Not a collective.
 
     fresh: names of Megatron parameters that no HF tensor holds, such as a value head in the place of the output layer.
     They stay unbound; an HF tensor that a rule has for them is known to `load_hf`, and not read.
@@ -67,7 +69,7 @@ def bind(
     problems: dict[str, list[str]] = defaultdict(list)
     for chunk in chunks:
         layer_numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
-        for name, parameter in chunk.named_parameters():
+        for name, parameter in _state(chunk):
             if name in fresh:
                 continue
             found = book.find(name, layer_numbers, ep_rank, ep_size)
@@ -83,6 +85,15 @@ def bind(
     _check_shapes(bound)
     _check_complete(claims, bound, chunks, ep_rank, ep_size)
     return Binding(family, hf_config, claims, tuple(bound), pgs)
+
+
+def _state(chunk: GPTModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers, by name; other buffers are counters and caches."""
+    yield from chunk.named_parameters()
+    for path, module in chunk.named_modules():
+        for name, buffer in module.named_buffers(path, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
 
 
 class _Book:

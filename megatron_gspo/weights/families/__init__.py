@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from megatron_gspo.weights.families import (
+    deepseek_v3,
+    glm4_moe,
+    gpt_oss,
+    kimi_k2,
     llama,
     mixtral,
     olmoe,
@@ -14,6 +18,10 @@ from megatron_gspo.weights.families import (
 from megatron_gspo.weights.families.family import Family, HFConfig
 
 _MODULES = (
+    deepseek_v3,
+    glm4_moe,
+    gpt_oss,
+    kimi_k2,
     llama,
     mixtral,
     olmoe,

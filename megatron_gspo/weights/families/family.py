@@ -19,12 +19,14 @@ class Architecture:
     `transformer` are fields of Megatron-Core's TransformerConfig, of MLATransformerConfig where they set
     `multi_latent_attention`. `rope` is None where attention turns its queries and keys itself. `tied`: the output layer
     is the embedding. `norm_all_heads`: QK-norm is one RMS over all heads of a token instead of one per head.
+    `latent_norm_eps`: epsilon of the norms of multi-latent attention.
     """
 
     transformer: Mapping[str, Any]
     rope: Rope | None
     tied: bool
     norm_all_heads: bool = False
+    latent_norm_eps: float | None = None
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
