@@ -12,12 +12,14 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron_gspo.weights.mxfp4 import GROUP, decode
 from megatron_gspo.weights.quantize import BLOCK, dequantize, scale_shape
 from megatron_gspo.weights.rules import Shape
 from megatron_gspo.weights.tensor_file import Slices, bounds_of, is_finite
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SCALE = "_scale_inv"
+BLOCKS, SCALES = "_blocks", "_scales"
 ROWS = 512  # decoded at a time
 
 
@@ -81,6 +83,44 @@ class BlockFP8:
             target[..., first - top : last - top, :].copy_(numbers)
 
 
+@dataclass(frozen=True)
+class MXFP4:
+    """`X` [experts, 32 x groups, columns], which is stored transposed: `X_blocks` uint8 [experts, columns, groups, 16]
+    beside `X_scales` uint8 [experts, columns, groups]. Reads as bf16, which holds every value."""
+
+    codes: Stored
+    scales: Stored
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16
+
+    @property
+    def shape(self) -> Shape:
+        experts, columns, groups, _ = self.codes.shape
+        return experts, groups * GROUP, columns
+
+    def read_into(self, region: Slices, out: torch.Tensor) -> None:
+        bounds, kept = bounds_of(region, self.shape, self.codes.name)
+        if tuple(out.shape) != kept:
+            raise ValueError(f"{self.codes.name}: region of shape {list(kept)} does not fit into {list(out.shape)}")
+        (first, last), (top, bottom), (left, right) = bounds
+        target = out.detach().view(last - first, bottom - top, right - left)
+        groups = slice(top // GROUP, -(-bottom // GROUP))
+        rows = slice(top - groups.start * GROUP, bottom - groups.start * GROUP)
+        for expert in range(first, last):
+            for start in range(left, right, ROWS):
+                stop = min(start + ROWS, right)
+                part = slice(expert, expert + 1), slice(start, stop), groups
+                numbers = decode(_read(self.codes, part), _read(self.scales, part))[0, :, rows]
+                if numbers.numel() and not is_finite(numbers):
+                    raise ValueError(f"{self.codes.path}: {self.codes.name} holds NaN or infinity; copy the file again")
+                target[expert - first, :, start - left : stop - left].copy_(numbers.T)
+
+
+Coded = BlockFP8 | MXFP4
+
+
 def _read(tensor: Stored, region: tuple[slice, ...]) -> torch.Tensor:
     _, kept = bounds_of(region, tensor.shape, tensor.name)
     block = torch.empty(kept, dtype=tensor.dtype)
@@ -88,19 +128,23 @@ def _read(tensor: Stored, region: tuple[slice, ...]) -> torch.Tensor:
     return block
 
 
-def logical_names(names: Collection[str], quantization: Mapping[str, Any] | None) -> list[str]:
-    """The tensors that a checkpoint with tensors `names` holds once it is decoded. `quantization` is config.json's
-    quantization_config. Raises ValueError for a method that is not read."""
+def logical_names(names: Collection[str], quantization: Mapping[str, Any] | None) -> dict[str, str]:
+    """The tensors that a checkpoint with tensors `names` holds once it is decoded, each with the stored one that holds
+    its numbers or codes. `quantization` is config.json's quantization_config. Raises ValueError for a method that is
+    not read."""
     method = (quantization or {}).get("quant_method")
     if quantization is None:
-        return list(names)
+        return {name: name for name in names}
+    if method == "mxfp4":
+        factors = {name.removesuffix(BLOCKS) + SCALES for name in names if name.endswith(BLOCKS)}
+        return {name.removesuffix(BLOCKS): name for name in names if name not in factors}
     if method != "fp8" or not quantization.get("weight_block_size"):
         kind = f"quant_method {method!r}" + (" without weight_block_size" if method == "fp8" else "")
         raise ValueError(
-            f"config.json: quantization_config has {kind}; only blockwise fp8 (weight_scale_inv) is read. Take the "
-            "checkpoint in high precision"
+            f"config.json: quantization_config has {kind}; only blockwise fp8 (weight_scale_inv) and mxfp4 are "
+            "read. Take the checkpoint in high precision"
         )
-    return [name for name in names if not (name.endswith(SCALE) and name.removesuffix(SCALE) in names)]
+    return {name: name for name in names if not (name.endswith(SCALE) and name.removesuffix(SCALE) in names)}
 
 
 def form_of(name: str, find: Callable[[str], Stored | None], quantization: Mapping[str, Any] | None) -> Form:
@@ -109,7 +153,8 @@ def form_of(name: str, find: Callable[[str], Stored | None], quantization: Mappi
     Raises ValueError naming file and tensor for parts that are missing, or whose dtypes or shapes do not fit.
     """
     stored = find(name)
-    assert stored is not None, name
+    if stored is None:
+        return _mxfp4(name, find)
     if stored.dtype in FLOATS:
         return stored
     scales = find(name + SCALE) if quantization else None
@@ -128,3 +173,17 @@ def form_of(name: str, find: Callable[[str], Stored | None], quantization: Mappi
             f"{name} {list(stored.shape)} in blocks of {rows} x {columns}"
         )
     return BlockFP8(stored, scales, (rows, columns))
+
+
+def _mxfp4(name: str, find: Callable[[str], Stored | None]) -> Form:
+    codes, scales = find(name + BLOCKS), find(name + SCALES)
+    assert codes is not None, name
+    if scales is None:
+        raise ValueError(f"{codes.path}: {codes.name} has no {name + SCALES} beside it; copy the checkpoint again")
+    for part, shape in ((codes, (*codes.shape[:3], GROUP // 2)), (scales, codes.shape[:-1])):
+        if part.dtype != torch.uint8 or part.shape != shape or len(codes.shape) != 4:
+            raise ValueError(
+                f"{part.path}: {part.name} is {part.dtype} {list(part.shape)}, expected uint8 {list(shape)}: codes are "
+                f"[experts, columns, groups, {GROUP // 2}], each group with one scale"
+            )
+    return MXFP4(codes, scales)

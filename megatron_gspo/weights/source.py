@@ -14,7 +14,7 @@ import torch
 
 from megatron_gspo.weights import pickles
 from megatron_gspo.weights.claims import listing
-from megatron_gspo.weights.forms import BlockFP8, Form, Stored, form_of, logical_names
+from megatron_gspo.weights.forms import Coded, Form, Stored, form_of, logical_names
 from megatron_gspo.weights.rules import Shape
 from megatron_gspo.weights.safetensors_file import SafetensorsFile
 from megatron_gspo.weights.tensor_file import Slices
@@ -41,7 +41,7 @@ class HFCheckpoint:
         self.quantization = self._config().get("quantization_config")
         self._stored = self._find_files(allow_pickle, single)
         names = logical_names(self._stored, self.quantization)
-        self.files = {name: self._stored[name] for name in names}
+        self.files = {name: self._stored[stored] for name, stored in names.items()}
 
     def __enter__(self) -> HFCheckpoint:
         return self
@@ -59,7 +59,7 @@ class HFCheckpoint:
 
     def is_plain(self, name: str) -> bool:
         """Whether the numbers are stored as they are read, not as codes."""
-        return not isinstance(self.form(name), BlockFP8)
+        return not isinstance(self.form(name), Coded)
 
     def read(self, name: str, region: Slices) -> torch.Tensor:
         """`tensor[region]` on the CPU, in `dtype(name)`; nothing else of the tensor is read."""
@@ -76,7 +76,7 @@ class HFCheckpoint:
     def parts(self, name: str) -> dict[str, Form]:
         """What the files hold for `name`, by their names: the tensor itself, or its codes and factors."""
         form = self.form(name)
-        parts = (form.codes, form.scales) if isinstance(form, BlockFP8) else ()
+        parts = (form.codes, form.scales) if isinstance(form, Coded) else ()
         return {part.name: part for part in parts} or {name: form}
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> None:

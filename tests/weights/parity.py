@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from megatron_gspo.batch.shard import MicroBatch, shard, zigzag_positions
 from megatron_gspo.batch.trajectory import Trajectories
@@ -267,8 +268,11 @@ def sent_equal(directory: Path, plan) -> dict[str, bool]:
 
 
 def file_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """The checkpoint's tensors, transformers 5's stacked experts under their unfused names."""
+    """The checkpoint's tensors, transformers 5's stacked experts under their unfused names, MXFP4 decoded by it."""
     tensors = {k: v for file in directory.glob("*.safetensors") for k, v in load_file(file).items()}
+    for name in [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")]:
+        codes, scales = tensors.pop(f"{name}_blocks"), tensors.pop(f"{name}_scales")
+        tensors[name] = convert_moe_packed_tensors(codes, scales, dtype=torch.float32)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "experts.down_proj"))]:
         if f"{name}_bias" in tensors:
             continue  # gpt-oss has no unfused names

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, GptOssForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from megatron_gspo.config.schema import LayoutConfig
+from megatron_gspo.weights.bind import bind
+from megatron_gspo.weights.export import plan_export
+from megatron_gspo.weights.load import load_hf
+from megatron_gspo.weights.save import save_hf
+from tests.ranks import run_ranks
+from tests.weights.models import built
 from tests.weights.parity import Checkpoints, assert_parity, case, write
 
 # Windows shorter than every document, activations beyond the clamp, and frequencies that YaRN changes without rounding.
@@ -49,6 +59,27 @@ def model(**shape: Any) -> GptOssForCausalLM:
     return made
 
 
+def write_mxfp4(directory: Path) -> tuple[Path, GptOssForCausalLM]:
+    """As published: experts in codes that were chosen at random, decoded by transformers for its model."""
+    made = model(hidden_size=64, intermediate_size=32)
+    codes: dict[str, torch.Tensor] = {}
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in made.named_parameters():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, rows, columns = parameter.shape
+            blocks = torch.randint(0, 256, (experts, columns, rows // 32, 16), generator=generator, dtype=torch.uint8)
+            scales = torch.randint(120, 126, blocks.shape[:-1], generator=generator, dtype=torch.uint8)
+            parameter.data = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            codes |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    write(directory, made)
+    file, config = directory / "model.safetensors", directory / "config.json"
+    kept = {k: v for k, v in load_file(file).items() if f"{k}_blocks" not in codes}
+    save_file(kept | codes, file, metadata={"format": "pt"})
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": quantization}))
+    return directory, made
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Checkpoints:
     root = tmp_path_factory.mktemp("gpt_oss")
@@ -60,11 +91,12 @@ def models(tmp_path_factory) -> Checkpoints:
             model(layer_types=["full_attention", "sliding_attention", "sliding_attention"], num_hidden_layers=3),
             max_shard_size="40KB",
         ),
+        "mxfp4": write_mxfp4(root / "mxfp4"),
     }
 
 
 WORLDS = {
-    1: [case("plain"), case("tied"), case("layers")],
+    1: [case("plain"), case("tied"), case("layers"), case("mxfp4")],
     2: [
         case("plain", tp=2),
         case("tied", tp=2),
@@ -72,6 +104,7 @@ WORLDS = {
         case("tied", pp=2, vpp=2),
         case("layers", pp=2, pipeline_layout="Et|ttL"),
         case("plain", ep=2),
+        case("mxfp4", ep=2),
         case("plain", cp=2),
     ],
     4: [case("tied", tp=4), case("plain", tp=2, ep=4), case("layers", cp=2, ep=4)],
@@ -82,3 +115,20 @@ WORLDS = {
 @pytest.mark.parametrize("size", WORLDS)
 def test_every_layout(size: int, models: Checkpoints, tmp_path: Path):
     assert_parity(size, WORLDS[size], models, tmp_path)
+
+
+def export(source: Path, target: Path) -> None:
+    with built(source, LayoutConfig(ep=2)) as (made, layout):
+        binding = bind(made.chunks, made.hf_config, layout.pgs)
+        load_hf(source, binding)
+        save_hf(target, plan_export(binding, torch.bfloat16), source)
+
+
+def test_the_published_form_leaves_as_what_transformers_loads_unquantised(models: Checkpoints, tmp_path: Path):
+    source, original = models["mxfp4"]
+    run_ranks(2, export, source, tmp_path / "out")
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    found = GptOssForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16).state_dict()
+    for name, tensor in original.state_dict().items():
+        # Codes are exact in bf16; the other tensors of this model were fp32.
+        assert torch.equal(found[name].to(torch.bfloat16), tensor.to(torch.bfloat16)), name
