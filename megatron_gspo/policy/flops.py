@@ -26,11 +26,12 @@ def attention_cost(hf_config: dict[str, Any]) -> float:
     """Attention FLOPs of a sequence of length L are this x L^2, in units of one token's FLOPs in all other layers.
 
     Causal: L^2 / 2 pairs, a product of 2 x width x heads each with keys and one with values, against 2 x active
-    parameters a token.
+    parameters a token. Layers with a sliding window are left out: their cost grows with L, and by little.
     """
     model = family_for(hf_config).architecture(hf_config).transformer
     qk, v = _widths(model)
-    return model["num_layers"] * model["num_attention_heads"] * (qk + v) / 2 / active_parameters(hf_config)
+    layers = model["num_layers"] - sum(model.get("window_attn_skip_freq", ()))
+    return layers * model["num_attention_heads"] * (qk + v) / 2 / active_parameters(hf_config)
 
 
 def _widths(model: Mapping[str, Any]) -> tuple[int, int]:

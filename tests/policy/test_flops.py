@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import GptOssConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatron_gspo.policy.flops import active_parameters, attention_cost
 
@@ -35,6 +35,12 @@ def test_a_moe_multiplies_with_its_top_k_only():
     )
     idle = 2 * (8 - 2) * 3 * 64 * 48  # in two sparse layers
     assert active_parameters(config.to_dict()) == _matrices(Qwen3MoeForCausalLM(config)) - idle
+
+
+def test_windows_cost_no_square():
+    config = GptOssConfig(**SIZES | {"num_hidden_layers": 4}, num_local_experts=4, num_experts_per_tok=2).to_dict()
+    full = config | {"layer_types": ["full_attention"] * 4}
+    assert 2 * attention_cost(config) == attention_cost(full)  # every other layer has a window
 
 
 def test_attention_by_hand():

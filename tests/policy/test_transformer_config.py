@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
-from transformers import Qwen3Config, Qwen3MoeConfig
+from transformers import GptOssConfig, Qwen3Config, Qwen3MoeConfig
 
 from megatron_gspo.config.schema import Dtype
 from megatron_gspo.policy import optimizer as optimizer_module
@@ -49,6 +50,21 @@ def test_qwen3_moe_of_transformers():
     assert config.params_dtype == config.pipeline_dtype == torch.bfloat16
     # HF's router_aux_loss_coef is 0.001: a matter of pre-training, not of RL.
     assert (config.moe_aux_loss_coeff, config.moe_router_load_balancing_type) == (0.0, "none")
+
+
+def test_gpt_oss_of_transformers():
+    hf = GptOssConfig(num_hidden_layers=2).to_dict()
+    config = _config(hf, tp=2, cp=4, ep=8)
+    assert (config.softmax_type, config.window_size, config.window_attn_skip_freq) == ("learnable", (127, 0), [1, 0])
+    assert (config.add_bias_linear, config.glu_linear_offset, config.activation_func_clamp_value) == (True, 1.0, 7.0)
+    assert config.activation_func is quick_gelu
+    with pytest.raises(ValueError, match=r"policy\.layout\.etp = 2: .* biases at etp 1 only"):
+        _config(hf, etp=2)
+    # On a GPU, ranks of CP exchange heads: Transformer Engine has sinks and windows no other way. 8 key/value heads.
+    on_gpu = transformer_config_module._gpu(_architecture(hf), _layout(tp=2, cp=4))
+    assert (on_gpu["cp_comm_type"], on_gpu["bias_dropout_fusion"]) == ("a2a", False)
+    with pytest.raises(ValueError, match=r"policy\.layout\.cp = 8: .* 4 heads .* tp 2 ranks has of num_query_groups 8"):
+        transformer_config_module._gpu(_architecture(hf), _layout(tp=2, cp=8))
 
 
 def test_qwen3_of_transformers():

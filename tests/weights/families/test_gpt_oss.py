@@ -15,9 +15,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from megatron_gspo.config.schema import LayoutConfig
 from megatron_gspo.weights.bind import bind
 from megatron_gspo.weights.export import plan_export
+from megatron_gspo.weights.families import family_for
 from megatron_gspo.weights.load import load_hf
 from megatron_gspo.weights.save import save_hf
 from tests.ranks import run_ranks
+from tests.weights.families.published import config, num_parameters
 from tests.weights.models import built
 from tests.weights.parity import Checkpoints, assert_parity, case, write
 
@@ -132,3 +134,32 @@ def test_the_published_form_leaves_as_what_transformers_loads_unquantised(models
     for name, tensor in original.state_dict().items():
         # Codes are exact in bf16; the other tensors of this model were fp32.
         assert torch.equal(found[name].to(torch.bfloat16), tensor.to(torch.bfloat16)), name
+
+
+# gpt-oss-20b and 120b by their model card: 20.91 and 116.83 billion.
+@pytest.mark.parametrize(("model", "parameters"), [("gpt-oss-20b", 20_914_757_184), ("gpt-oss-120b", 116_829_156_672)])
+def test_published_models(model: str, parameters: int):
+    assert num_parameters(model) == parameters
+
+
+def test_layers_alternate_where_the_config_does_not_say():
+    c = config("gpt-oss-20b")
+    expected = family_for(c).architecture(c).transformer
+    found = family_for(c).architecture({**c, "layer_types": None}).transformer
+    # 128 tokens, the query's own among them; the first layer has a window.
+    assert found["window_attn_skip_freq"] == expected["window_attn_skip_freq"] == [1, 0] * 12
+    assert found["window_size"] == (127, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_bias": False}, "attention_bias: Megatron has biases"),
+        ({"swiglu_alpha": 1.0}, r"swiglu_alpha: Megatron's quick_gelu has 1\.702 .*1\.0"),
+        ({"layer_types": ["chunked_attention"] * 24}, "layer_types: only full_attention and sliding_attention"),
+        ({"sliding_window": None}, "must set sliding_window"),
+    ],
+)
+def test_what_megatron_lacks_is_refused(change: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        family_for(config("gpt-oss-20b")).architecture(config("gpt-oss-20b") | change)
