@@ -9,7 +9,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-_GRACEFUL = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+from megatron_gspo.loop.stop_signals import listen
 
 
 class StopRequest:
@@ -22,8 +22,7 @@ class StopRequest:
 
     def install(self) -> None:
         """Handle the signals in this process."""
-        for number in _GRACEFUL:
-            signal.signal(number, self._on_signal)
+        listen(self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._asked_at is not None and number == signal.SIGINT:

@@ -10,12 +10,13 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from pathlib import Path
 
 from megatron_gspo.loop.checkpoints import describe_room, is_full, partial_checkpoints
 from megatron_gspo.loop.environment import Environment
+from megatron_gspo.loop.stop_signals import listen
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 LAST_WORDS = 30  # lines of a failed rank's log that are shown
 ECHO_S = 1.0  # within which the ranks that wait for a failed one fail too: the lowest may know the cause
 
@@ -83,8 +84,7 @@ def _watch(workers: list[subprocess.Popen], logs: list[Path]) -> int:
             if worker.poll() is None:
                 worker.send_signal(number)
 
-    for number in STOP_SIGNALS:
-        signal.signal(number, forward)
+    listen(forward)
     while True:
         codes = [worker.poll() for worker in workers]
         if any(codes):
@@ -94,8 +94,9 @@ def _watch(workers: list[subprocess.Popen], logs: list[Path]) -> int:
                 print("[train] stopped while starting: nothing was trained", flush=True)
                 return 0
             for rank in list(failed)[:2]:
-                print(f"[train] rank {rank} failed with exit code {failed[rank]}; see {logs[rank]}:")
-                print("".join(logs[rank].read_text().splitlines(keepends=True)[-LAST_WORDS:]), flush=True)
+                print(f"[train] rank {rank} {_how(failed[rank])}; see {logs[rank]}:")
+                with logs[rank].open(errors="replace") as log:  # compiled code may print anything
+                    print("".join(deque(log, LAST_WORDS)), flush=True)
             if is_full(logs[0].parent):  # the last words may not have found room either
                 print(
                     f"[train] {describe_room(logs[0].parents[1])}: make room, then continue with --resume", flush=True
@@ -104,6 +105,14 @@ def _watch(workers: list[subprocess.Popen], logs: list[Path]) -> int:
         if all(code == 0 for code in codes):
             return 0
         time.sleep(0.1)
+
+
+def _how(code: int) -> str:
+    """What the exit code of a failed rank says."""
+    if code > 0:
+        return f"failed with exit code {code}"
+    cause = " (by the system, where memory ran out: see `dmesg`)" if code == -signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-code).name}{cause}"
 
 
 def _end(workers: list[subprocess.Popen], patience_s: float = 10.0) -> None:

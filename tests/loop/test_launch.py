@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import pty
 import resource
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_gspo.loop.checkpoints import exported_state, whole_checkpoints
+from megatron_gspo.loop.checkpoints import exported_state, read_state, whole_checkpoints
 
 STEPS = 3
 RECIPE = f"""
@@ -242,3 +246,53 @@ def test_what_one_rank_alone_does_not_see_ends_all(recipe):
     outputs = [finish(process, code=2) for process in start_ranks([recipe, blind])]
     assert "no such directory" in outputs[0] and "(on rank 1)" in outputs[0]
     assert not run_dir(recipe).exists()
+
+
+# ---- terminals
+
+
+def in_terminal(recipe: Path, *arguments: str) -> tuple[subprocess.Popen[bytes], int]:
+    """A run whose output goes to a terminal of its own, and that terminal's other end."""
+    ours, theirs = pty.openpty()
+
+    def take_terminal() -> None:
+        os.setsid()
+        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+
+    command = [sys.executable, "-m", "megatron_gspo", "train", str(recipe), *arguments]
+    pipes = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    process = subprocess.Popen(command, preexec_fn=take_terminal, **pipes)
+    os.close(theirs)
+    os.set_blocking(ours, False)
+    return process, ours
+
+
+def test_a_run_whose_terminal_closes_saves_before_it_ends(recipe):
+    """A line to a terminal that is gone once ended rank 0, and with it what was trained since the last checkpoint."""
+    process, terminal = in_terminal(recipe, ENDLESS, "run.workers=2", "run.save_every=0")
+
+    def has_trained() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            os.read(terminal, 2**16)  # or the run would wait for somebody who reads
+        metrics = run_dir(recipe) / "metrics.jsonl"
+        return metrics.exists() and len(metrics.read_text().splitlines()) > 1
+
+    wait_until(has_trained)
+    os.close(terminal)
+    assert process.wait(timeout=60) == 0
+    (saved,) = whole_checkpoints(run_dir(recipe))
+    assert read_state(saved).step > 1
+
+
+def test_a_run_under_nohup_outlives_its_terminal(recipe):
+    process = start(
+        recipe, ENDLESS, "run.keep_checkpoints=0", limit=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    )
+    wait_until(lambda: whole_checkpoints(run_dir(recipe)), process)
+    members = family(process.pid)
+    for member in members:
+        member.send_signal(signal.SIGHUP)
+    reached = read_state(whole_checkpoints(run_dir(recipe))[-1]).step
+    wait_until(lambda: read_state(whole_checkpoints(run_dir(recipe))[-1]).step > reached + 1, process)
+    process.send_signal(signal.SIGTERM)
+    assert "continue with --resume" in finish(process)
