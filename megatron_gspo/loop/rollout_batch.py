@@ -24,6 +24,8 @@ from megatron_gspo.rollout.server import ManagedServer
 
 Progress = Callable[[int, int], None]
 
+SERVER_LOG = "logs/server_0.log"  # in run.dir
+
 
 def start_servers(recipe: Recipe, on_cpu: bool) -> list[ManagedServer]:
     """Start the managed server of `recipe`; it loads the checkpoint that training starts from."""
@@ -35,7 +37,7 @@ def start_servers(recipe: Recipe, on_cpu: bool) -> list[ManagedServer]:
     server = ManagedServer(
         recipe.policy.hf,
         config,
-        log_path=Path(recipe.run.dir) / "logs" / "server_0.log",
+        log_path=Path(recipe.run.dir) / SERVER_LOG,
         on_cpu=on_cpu,
         # SGLang keeps two tokens of its context to itself, and would cut the longest responses short by them.
         context_length=recipe.data.max_prompt_tokens + recipe.rollout.max_new_tokens + 2,
@@ -76,7 +78,7 @@ class BatchSampler:
             first = rollout.failures[0]
             print(
                 f"[reward] step {step}: {len(rollout.failures)} rewards failed and count as 0; the first, of response "
-                f"{first.response} to prompt {prompts[first.prompt].id}:\n{first.trace}",
+                f"{first.response} of its group:\n{first.trace}",  # its end names the prompt
                 flush=True,
             )
         return {

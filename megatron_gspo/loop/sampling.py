@@ -10,13 +10,16 @@ import multiprocessing
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from megatron_gspo.config import Engine, Recipe
 from megatron_gspo.loop.run_lock import share
+from megatron_gspo.loop.stop_signals import STOP_SIGNALS
+from megatron_gspo.rollout.server import ManagedServer
 
 
 class SamplerFailed(RuntimeError):
@@ -91,7 +94,7 @@ class SamplerHandle:
 def _main(recipe: Recipe, on_cpu: bool, pipe: Connection) -> None:
     # Stop signals are the trainer's to act on; this process ends when the pipe closes. They are handled by doing
     # nothing rather than ignored, for the server's supervisor would inherit that, and is stopped by SIGTERM.
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)
     try:
         _serve(recipe, on_cpu, pipe)
@@ -102,9 +105,18 @@ def _main(recipe: Recipe, on_cpu: bool, pipe: Connection) -> None:
         raise
 
 
-def _serve(recipe: Recipe, on_cpu: bool, pipe: Connection) -> None:
-    from contextlib import ExitStack
+@contextmanager
+def _told_of(servers: Iterable[ManagedServer]) -> Iterator[None]:
+    """An exception inside also tells how the servers ended that have: they may be its cause."""
+    try:
+        yield
+    except Exception as error:
+        for ended in filter(None, (server.last_words() for server in servers)):
+            error.add_note(ended)
+        raise
 
+
+def _serve(recipe: Recipe, on_cpu: bool, pipe: Connection) -> None:
     from megatron_gspo.loop.rollout_batch import BatchSampler, start_servers
 
     assert recipe.rollout is not None
@@ -120,11 +132,12 @@ def _serve(recipe: Recipe, on_cpu: bool, pipe: Connection) -> None:
         pipe.send({"kind": "ready", "urls": urls})
         while True:
             request = pipe.recv()
-            stats = sampler.sample(
-                urls,
-                request["sample"],
-                request["weight_version"],
-                Path(request["record"]),
-                lambda done, total: pipe.send({"kind": "progress", "done": done, "total": total}),
-            )
+            with _told_of(servers):
+                stats = sampler.sample(
+                    urls,
+                    request["sample"],
+                    request["weight_version"],
+                    Path(request["record"]),
+                    lambda done, total: pipe.send({"kind": "progress", "done": done, "total": total}),
+                )
             pipe.send({"kind": "recorded", "stats": stats})

@@ -13,6 +13,7 @@ from megatron_gspo.config import Dtype, Engine, Recipe, Transport
 from megatron_gspo.config.replay import idle_in_replay
 from megatron_gspo.loop.probe import probe_tokens, score_probe
 from megatron_gspo.loop.report import StepReport
+from megatron_gspo.loop.rollout_batch import SERVER_LOG
 from megatron_gspo.loop.sampling import SamplerHandle
 from megatron_gspo.loop.signals import StopRequest
 from megatron_gspo.policy.model import sync_parameters
@@ -116,8 +117,16 @@ def make_weight_sync(
         except UpdateFailed as error:
             report.say(f"could not leave the servers, which is harmless to them: {error}")
 
-    managed = recipe.rollout.engine is Engine.managed  # and ends with the run
-    return ServedWeights(update=update, close=(lambda: None) if managed else close)
+    def update_managed(version: int) -> None:
+        try:
+            update(version)
+        except UpdateFailed as error:
+            error.add_note(f"the managed server restarts with the run; it logs to {recipe.run.dir}/{SERVER_LOG}")
+            raise
+
+    if recipe.rollout.engine is Engine.managed:  # it ends with the run
+        return ServedWeights(update=update_managed, close=lambda: None)
+    return ServedWeights(update=update, close=close)
 
 
 def _server_urls(sampler: SamplerHandle | None, control: dist.ProcessGroup, stop: StopRequest) -> list[str]:

@@ -94,12 +94,9 @@ class ManagedServer:
         a pipe on which nothing is sent meanwhile: its other end was closed.
         """
         while not self._is_ready():
-            code = self.poll()
+            if ended := self.last_words():
+                raise ServerFailed(ended)
             waited_s = time.monotonic() - self._started_at
-            if code is not None:
-                raise ServerFailed(
-                    f"the SGLang server ended with exit code {code} after {waited_s:.0f} s{self._tail()}"
-                )
             if waited_s > self._timeout_s:
                 raise ServerFailed(
                     f"the SGLang server at {self.url} is not healthy after rollout.server.start_timeout_s="
@@ -115,6 +112,14 @@ class ManagedServer:
         """Exit code of the server, None while it runs."""
         assert self._process is not None, "start() first"
         return self._process.poll()
+
+    def last_words(self) -> str:
+        """How the server ended, with the end of its log; nothing while it runs."""
+        code = self.poll()
+        if code is None:
+            return ""
+        lived_s = time.monotonic() - self._started_at
+        return f"the SGLang server ended with exit code {code} after {lived_s:.0f} s{self._tail()}"
 
     def stop(self) -> None:
         """End the server and all its processes, and wait for that. Harmless when it has ended or never started."""

@@ -3,12 +3,14 @@
 An SGLang server is a tree of processes, of which some may survive a crash of their root, or of whoever started it,
 for a minute or forever. This small process stands between: it starts the command in a session of its own and kills
 what is left of that session when the command ends, when its own parent dies (even by SIGKILL), or GRACE_S after
-SIGTERM, which it passes on.
+SIGTERM, which it passes on. Should it be killed itself, the kernel kills the command, whose other processes (those of
+SGLang at least) end with their root.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -16,6 +18,7 @@ import sys
 import time
 
 POLL_S = 0.2
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 def main(parent_pid: int, grace_s: float, command: list[str]) -> int:
@@ -29,9 +32,12 @@ def main(parent_pid: int, grace_s: float, command: list[str]) -> int:
     signal.signal(signal.SIGTERM, ask_to_stop)
     # Ignored here and, by inheritance, in the command: Slurm sends SIGUSR1 to every process of a step, and the server
     # must serve on while the trainer finishes its step.
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    child = subprocess.Popen(command, start_new_session=True)
+    prctl = ctypes.CDLL(None).prctl
+    child = subprocess.Popen(
+        command, start_new_session=True, preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    )
     terminated = False
     try:
         while child.poll() is None and os.getppid() == parent_pid and time.monotonic() < deadline:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_gspo.batch.record import read_index, read_rows
 from megatron_gspo.config import ServerConfig
-from megatron_gspo.loop.state import whole_checkpoints
+from megatron_gspo.loop.checkpoints import whole_checkpoints
 from megatron_gspo.rollout.control import Servers
 from megatron_gspo.rollout.probe import server_logprobs
 from megatron_gspo.rollout.server import ManagedServer
@@ -143,6 +143,19 @@ def test_a_managed_run_leaves_no_process(policy, tmp_path):
     again = train(recipe)
     refusal, _ = again.communicate(timeout=60)
     assert again.returncode == 2 and "already holds a run" in refusal
+
+
+def test_a_stop_while_the_managed_server_starts_leaves_nothing_behind(policy, tmp_path):
+    recipe, run_dir = write_recipe(tmp_path, policy, steps=4, engine="engine: managed")
+    process = train(recipe)
+    log, deadline = run_dir / "logs" / "server_0.log", time.monotonic() + 240
+    while not (log.exists() and log.stat().st_size):  # SGLang imports; it will take some seconds more
+        assert process.poll() is None and time.monotonic() < deadline, finish(process)
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert "stopped before step 1 of 4; continue with --resume" in finish(process)
+    assert not _processes_of(run_dir)
+    assert [path.name for path in whole_checkpoints(run_dir)] == ["step_000000_000"] and not (run_dir / "hf").exists()
 
 
 def _processes_of(run_dir: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Waiting for servers on real gloo ranks; the servers themselves take part in test_end_to_end.py."""
+"""Waiting for servers, and leaving them, on real gloo ranks; the servers themselves take part in test_end_to_end.py."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import os
 import signal
 import time
 from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from megatron_gspo.config import load_recipe
 from megatron_gspo.loop import weight_sync
 from megatron_gspo.loop.sampling import SamplerFailed
 from megatron_gspo.loop.signals import StopRequest
-from megatron_gspo.rollout.together import UpdateFailed
+from megatron_gspo.rollout.control import ServerError
+from megatron_gspo.rollout.together import UpdateFailed, together
 from tests.ranks import run_ranks
 
 
@@ -68,3 +73,81 @@ def test_a_server_that_does_not_start_fails_every_rank():
 
 def _failing() -> list[str] | str:
     return _wait(0.5, fails=True)
+
+
+# ---- leaving servers
+
+
+def _leave(transport: Leaving, engine: str, directory: Path) -> tuple[int, list[str]]:
+    """Close what `make_weight_sync` has made; returns how often the transport was closed, and what was said."""
+    said: list[str] = []
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=30))
+    transport.group = control
+    for name in ("buckets", "checkpoint_shapes", "probe_tokens"):
+        setattr(weight_sync, name, lambda *_: None)
+    weight_sync.DistributedTransport = lambda *_, **__: transport
+    weight_sync._server_urls = lambda *_: ["http://a:1"]
+    path = directory / "recipe.yaml"
+    path.write_text(RECIPE.replace("ENGINE", engine))
+    served = weight_sync.make_weight_sync(
+        load_recipe(path),
+        stepper=None,
+        export=SimpleNamespace(binding=None),
+        sampler=None,
+        control=control,
+        stop=None,
+        report=SimpleNamespace(say=said.append),
+        device=torch.device("cpu"),
+    )
+    served.close()
+    return transport.closed, said
+
+
+RECIPE = """
+run: {dir: runs/x, steps: 5}
+policy: {hf: no/such, optimizer: {lr: 1e-4}}
+objective: {name: gspo}
+advantage: {}
+batch: {prompts: 4, samples: 4}
+data: {source: sort_digits}
+rollout: {max_new_tokens: 12, ENGINE}
+reward: {name: sort_digits}
+"""
+EXTERNAL = "engine: external, urls: ['http://a:1']"
+
+
+class Leaving:
+    """A transport that is closed, or cannot be on rank 0."""
+
+    def __init__(self, refused: bool = False):
+        self.group: dist.ProcessGroup | None = None
+        self.refused = refused
+        self.closed = 0
+
+    def connect(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed += 1
+        together(self.group, self._leave)
+
+    def _leave(self) -> None:
+        if self.refused and dist.get_rank() == 0:
+            raise ServerError("http://a:1/destroy_weights_update_group did not answer within 600 s")
+
+
+def test_servers_that_outlive_the_run_are_left_at_its_end(tmp_path):
+    assert run_ranks(2, _leave, Leaving(), EXTERNAL, tmp_path) == [(1, [])] * 2
+
+
+def test_a_managed_server_ends_with_the_run_and_is_not_left(tmp_path):
+    assert run_ranks(2, _leave, Leaving(), "engine: managed", tmp_path) == [(0, [])] * 2
+
+
+def test_a_server_that_cannot_be_left_is_told_and_fails_no_run(tmp_path):
+    """By then everything is trained, but the export is still to come."""
+    message = (
+        "could not leave the servers, which is harmless to them: rank 0: ServerError: "
+        "http://a:1/destroy_weights_update_group did not answer within 600 s"
+    )
+    assert run_ranks(2, _leave, Leaving(refused=True), EXTERNAL, tmp_path) == [(1, [message])] * 2

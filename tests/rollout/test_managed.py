@@ -32,7 +32,7 @@ def start(monkeypatch, tmp_path):
 @contextmanager
 def closing_server(server: ManagedServer):
     try:
-        yield
+        yield server
     finally:
         server.stop()
 
@@ -45,6 +45,14 @@ def test_a_server_that_dies_is_reported_at_once_with_its_last_words(start):
     assert "ended with exit code 1" in text
     assert "server.log:" in text and "line 98\n" in text and "out of memory" in text
     assert "line 60\n" not in text
+
+
+def test_a_server_has_last_words_once_it_has_ended(start):
+    server = start("import sys; print('out of memory', flush=True); sys.stdin.read(); raise SystemExit(3)")
+    server._process.wait(30)
+    assert "ended with exit code 3 after " in server.last_words() and "out of memory" in server.last_words()
+    with closing_server(start("import time; time.sleep(60)")) as running:
+        assert running.last_words() == ""
 
 
 def test_a_server_that_never_gets_healthy_is_reported_with_the_key_to_raise(start):

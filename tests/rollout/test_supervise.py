@@ -75,7 +75,16 @@ def test_nothing_outlives_a_parent_killed_by_sigkill():
     assert gone(tree)
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
+def test_a_supervisor_killed_by_sigkill_takes_the_command_along():
+    """Nothing else would end it: it has a session of its own."""
+    supervisor, (root, child) = supervised(60.0)
+    supervisor.kill()
+    supervisor.wait()
+    assert gone([root])
+    child.kill()  # this one, unlike SGLang's, does not end with its parent
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 def test_signals_meant_for_the_trainer_do_not_end_the_server(number):
     supervisor, tree = supervised(0.0)
     supervisor.send_signal(number)
