@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -12,7 +13,7 @@ from typing import Any
 from megatron_gspo.config import RecipeError
 from megatron_gspo.loop.environment import Environment
 
-REFUSED = 2  # exit code
+REFUSED, FAILED = 2, 1  # exit codes
 HEARD_S = 60.0
 
 
@@ -28,11 +29,14 @@ GO_ON = Verdict()
 
 
 def verdict_of(check: Callable[[], Verdict]) -> Verdict:
-    """What `check` says; a RecipeError is a refusal."""
+    """What `check` says; a RecipeError is a refusal, and whatever else it raises a failure: the others wait for a
+    verdict until their time limit."""
     try:
         return check()
     except RecipeError as error:
         return Verdict(code=REFUSED, text=f"megatron-gspo: refused\n{error}")
+    except Exception:
+        return Verdict(code=FAILED, text=traceback.format_exc())
 
 
 def open_store(environment: Environment, timeout_s: float) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from megatron_gspo.loop.joining import GO_ON, Verdict, agree, open_store, verdic
 from megatron_gspo.loop.run_dir import admit, is_finished, write_recipe
 from megatron_gspo.loop.run_lock import RunDirInUse, claim, share
 from megatron_gspo.loop.workers import run_workers
+
+SEEN_S = 60.0  # for so long a node may remember of a network file system that a file is not there
 
 
 def main(recipe: Recipe, resume: bool) -> int:
@@ -71,15 +74,18 @@ def _join(recipe: Recipe, environment: Environment, resume: bool) -> int:
             write_recipe(recipe)
         return verdict
 
+    def hold() -> Verdict:
+        if environment.rank:
+            _share(recipe)
+        return GO_ON
+
     store = open_store(environment, recipe.run.timeout_s)
-    for question, ask in (("inputs", look), ("run_dir", begin)):
+    for question, ask in (("inputs", look), ("run_dir", begin), ("lock", hold)):
         verdict = agree(store, environment, question, verdict_of(ask))
         if verdict.code is not None:
             if environment.rank == 0:
                 print(verdict.text, file=sys.stderr if verdict.code else sys.stdout, flush=True)
             return verdict.code
-    if environment.rank:
-        share(Path(recipe.run.dir))
     from megatron_gspo.loop.worker import run_or_leave
 
     return run_or_leave(recipe, environment, resume, store)
@@ -92,6 +98,18 @@ def _claim(recipe: Recipe) -> int:
         reason, hint = str(error), "wait for its end or stop it, or choose another run.dir"
     except OSError as error:
         reason, hint = f"cannot be written: {error.strerror}", "choose a run.dir that you may write"
+    raise RecipeError([Problem(key="run.dir", value=recipe.run.dir, reason=reason, hint=hint)], recipe.sources)
+
+
+def _share(recipe: Recipe) -> None:
+    try:
+        share(Path(recipe.run.dir), patience_s=min(SEEN_S, recipe.run.timeout_s / 2))
+    except FileNotFoundError:
+        reason, hint = f"rank 0 is there, this rank on {socket.gethostname()} does not see it", "use a shared disk"
+    except RunDirInUse as error:
+        reason, hint = str(error), "start all ranks again"
+    else:
+        return
     raise RecipeError([Problem(key="run.dir", value=recipe.run.dir, reason=reason, hint=hint)], recipe.sources)
 
 

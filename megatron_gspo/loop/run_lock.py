@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import sys
+import time
 from datetime import datetime
 from pathlib import Path
 
@@ -43,11 +44,16 @@ def claim(run_dir: Path) -> int:
     return lock
 
 
-def share(run_dir: Path) -> None:
+def share(run_dir: Path, patience_s: float = 0.0) -> None:
     """Hold the lock that this run's launcher has claimed too, until this process and its forks end.
 
-    Raises RunDirInUse where the launcher is gone and another run has taken its place.
+    Raises FileNotFoundError where nothing is to be seen of it for `patience_s`, and RunDirInUse while another run
+    claims the folder, whose launcher is gone. (One that has claimed it already is not noticed: ranks end with their
+    launcher.)
     """
+    deadline = time.monotonic() + patience_s
+    while not (run_dir / LOCK_FILE).exists() and time.monotonic() < deadline:
+        time.sleep(0.5)
     _lock(os.open(run_dir / LOCK_FILE, os.O_RDWR), fcntl.LOCK_SH, run_dir)
 
 
@@ -63,8 +69,8 @@ def _lock(lock: int, kind: int, run_dir: Path) -> None:
 
 
 def _owner(lock: int) -> str:
-    text = os.pread(lock, 4096, 0)
-    if not text:  # it has the lock, and is about to say who it is
+    try:
+        owner = json.loads(os.pread(lock, 4096, 0))
+    except ValueError:  # it has the lock, and is about to say who it is
         return "another run"
-    owner = json.loads(text)
     return f"the run of pid {owner['pid']} on {owner['host']} since {owner['since']}, or by ranks that it left"

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from megatron_gspo.config import Recipe, RecipeError, effective_yaml, load_recip
 from megatron_gspo.loop import launch, run_lock
 from megatron_gspo.loop.checkpoints import RunState, checkpoint_dir
 from megatron_gspo.loop.export import swap
+from megatron_gspo.loop.joining import verdict_of
 from megatron_gspo.loop.run_dir import admit, first_step, is_finished, write_recipe
 from megatron_gspo.loop.run_lock import RunDirInUse, claim, share
 
@@ -89,6 +91,8 @@ def test_a_finished_run_is_known_by_its_steps_and_its_export(recipe, run_dir, tm
     (run_dir / "hf" / "run_state.json").write_text(json.dumps(asdict(RunState(step=2, weight_version=2))))
     assert not is_finished(recipe, DONE)  # exported at an earlier end
     assert is_finished(load(tmp_path, "run.export_hf=false"), DONE)
+    (run_dir / "hf" / "run_state.json").write_text("")  # as a crash of the machine leaves it: exported anew
+    assert not is_finished(recipe, DONE)
 
 
 def test_fewer_steps_than_were_trained_are_refused(run_dir, tmp_path):
@@ -186,6 +190,28 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path, place):
     recipe = load(tmp_path, f"run.dir={tmp_path / place}")
     with pytest.raises(RecipeError, match=r"run\.dir = .*: cannot be written: "):
         launch._claim(recipe)
+
+
+def test_a_rank_waits_for_a_folder_that_its_node_does_not_see_yet(tmp_path):
+    """A network file system may say for a minute that a file is not there which was looked for before it was."""
+    assert not (tmp_path / "run").exists()
+    late = threading.Timer(1.0, claim, [tmp_path / "run"])
+    late.start()
+    share(tmp_path / "run", patience_s=30.0)
+    late.join()
+
+
+def test_a_rank_that_does_not_see_the_folder_at_all_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "SEEN_S", 0.6)
+    verdict = verdict_of(lambda: launch._share(load(tmp_path)))
+    assert verdict.code == 2 and "rank 0 is there, this rank on" in verdict.text and "use a shared disk" in verdict.text
+
+
+def test_a_lock_that_does_not_say_who_holds_it_is_held_all_the_same(tmp_path):
+    lock = claim(tmp_path)
+    os.ftruncate(lock, 5)
+    with pytest.raises(RunDirInUse, match="in use by another run"):
+        claim(tmp_path)
 
 
 # ---- the export
