@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 STATE_FILE = "run_state.json"
 PARTIAL = ".partial"
+_NAME = re.compile(r"step_\d{6,}_\d{3,}")
 EXPORT_DIR = "hf"
 FULL_BYTES = 2**24  # what could not be written was larger than what is left
 
@@ -24,14 +27,14 @@ class RunState:
 
 
 def checkpoint_dir(run_dir: Path, state: RunState) -> Path:
-    """Folder of the checkpoint at `state`; its name sorts in training order."""
+    """Folder of the checkpoint at `state`."""
     return run_dir / "checkpoints" / f"step_{state.step:06d}_{state.mini_batch:03d}"
 
 
 def whole_checkpoints(run_dir: Path) -> list[Path]:
-    """The run's whole checkpoints, oldest first."""
-    found = (run_dir / "checkpoints").glob("step_*")
-    return sorted(path for path in found if not path.name.endswith(PARTIAL))
+    """The run's whole checkpoints, oldest first. Whatever else lies beside them, such as copies, is the user's own."""
+    found = [path for path in (run_dir / "checkpoints").glob("step_*") if _NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: [int(number) for number in path.name.split("_")[1:]])
 
 
 def partial_checkpoints(run_dir: Path) -> list[Path]:
@@ -58,9 +61,27 @@ def newest_state(run_dir: Path) -> RunState | None:
 
 
 def exported_state(run_dir: Path) -> RunState | None:
-    """The position at which the HF export was made, None where there is none or it does not say."""
-    export = run_dir / EXPORT_DIR
-    return read_state(export) if (export / STATE_FILE).is_file() else None
+    """The position at which the HF export was made, None where there is none or it does not say: the export is then
+    made again."""
+    try:
+        return read_state(run_dir / EXPORT_DIR)
+    except ValueError:
+        return None
+
+
+def flush(folder: Path) -> None:
+    """Have the content of `folder` survive a crash of the machine, before its name says that it is whole."""
+    for path in (*folder.rglob("*"), folder):
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
+def remove(checkpoint: Path) -> None:
+    """Remove a checkpoint that, half removed, must not look whole."""
+    partial = checkpoint.with_name(checkpoint.name + PARTIAL)
+    checkpoint.rename(partial)
+    shutil.rmtree(partial)
 
 
 def is_full(folder: Path) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_gspo.loop.checkpoints import EXPORT_DIR, STATE_FILE, RunState
+from megatron_gspo.loop.checkpoints import EXPORT_DIR, STATE_FILE, RunState, flush
 from megatron_gspo.weights.export import ExportPlan
 from megatron_gspo.weights.save import save_hf
 
@@ -26,6 +26,7 @@ def export_policy(run_dir: Path, plan: ExportPlan, source_dir: str, state: RunSt
     save_hf(new, plan, source_dir)
     if first:
         (new / STATE_FILE).write_text(json.dumps(asdict(state), indent=2) + "\n")
+        flush(new)
         swap(new, target)
     dist.barrier(group)
     return target

@@ -81,7 +81,7 @@ def train(run: Run, state: RunState, saved: Mapping[str, Tensor]) -> RunState:
         if run.recipe.run.save_every and state.step % run.recipe.run.save_every == 0:
             with run.report.span("save"):  # counts to the step that comes next
                 run.save(state, {})
-    if not is_saved(Path(run.recipe.run.dir), state):
+    if not is_saved(Path(run.recipe.run.dir), state, run.control):
         run.save(state, saved)
     return state
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -20,8 +20,10 @@ from megatron_gspo.loop.checkpoints import (
     RunState,
     checkpoint_dir,
     describe_room,
+    flush,
     partial_checkpoints,
     read_state,
+    remove,
     whole_checkpoints,
 )
 
@@ -67,27 +69,31 @@ def save_checkpoint(
             (partial / STATE_FILE).write_text(json.dumps(asdict(state), indent=2) + "\n")
         dist.barrier(group)
     if first:
-        if target.exists():
-            shutil.rmtree(target)
+        flush(partial)
         partial.rename(target)
-        for old in whole_checkpoints(run_dir)[: -keep or None] if keep else []:
-            shutil.rmtree(old)
+        for old in whole_checkpoints(run_dir)[:-keep] if keep else []:
+            remove(old)
     dist.barrier(group)
     return target
 
 
-def load_newest(run_dir: Path, models: Mapping[str, Callable[[Path], None]]) -> tuple[RunState, dict[str, Tensor]]:
-    """Restore the newest whole checkpoint of `run_dir`; returns its state and scores. Collective.
+def agreed_checkpoints(run_dir: Path, group: dist.ProcessGroup) -> list[Path]:
+    """The whole checkpoints, oldest first, as rank 0 sees them: another node may remember of a network file system what
+    it was. Collective."""
+    box = [whole_checkpoints(run_dir) if dist.get_rank(group) == 0 else []]
+    dist.broadcast_object_list(box, 0, group=group)
+    return box[0]
 
-    models: name -> a collective that reads what was saved under that name. Raises ValueError where there is no
-    checkpoint, or one of another layout, and CheckpointFailed where it is damaged.
+
+def load_newest(
+    whole: Sequence[Path], models: Mapping[str, Callable[[Path], None]]
+) -> tuple[RunState, dict[str, Tensor]]:
+    """Restore the last of the checkpoints `whole`, of which there is at least one; returns its state and scores.
+    Collective.
+
+    models: name -> a collective that reads what was saved under that name. Raises ValueError where the checkpoint is of
+    another layout, and CheckpointFailed where it is damaged.
     """
-    whole = whole_checkpoints(run_dir)
-    if not whole:
-        raise ValueError(
-            f"--resume: {run_dir / 'checkpoints'} holds no whole checkpoint; start the run without --resume in a new "
-            "run.dir, and set run.save_every to have checkpoints"
-        )
     newest = whole[-1]
     state, path = read_state(newest), newest / _SCORES
     remedy = f"it is damaged, or this run is not its own; remove it to go on from {_before(whole)}"
@@ -97,12 +103,12 @@ def load_newest(run_dir: Path, models: Mapping[str, Callable[[Path], None]]) -> 
         return state, load_file(path) if path.exists() else {}
 
 
-def is_saved(run_dir: Path, state: RunState) -> bool:
-    """Whether the checkpoint at `state` is on disk already."""
-    return checkpoint_dir(run_dir, state).exists()
+def is_saved(run_dir: Path, state: RunState, group: dist.ProcessGroup) -> bool:
+    """Whether the checkpoint at `state` is on disk already. Collective."""
+    return checkpoint_dir(run_dir, state) in agreed_checkpoints(run_dir, group)
 
 
-def _before(whole: list[Path]) -> str:
+def _before(whole: Sequence[Path]) -> str:
     return f"the one before, {whole[-2].name}" if len(whole) > 1 else "the beginning, as there is none before it"
 
 

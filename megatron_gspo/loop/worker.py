@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_gspo.config import Engine, Recipe, load_recipe
-from megatron_gspo.loop.checkpoints import RunState, whole_checkpoints
+from megatron_gspo.loop.checkpoints import RunState
 from megatron_gspo.loop.critic import build_critic
 from megatron_gspo.loop.environment import Environment, read_environment
 from megatron_gspo.loop.export import export_policy
@@ -26,7 +26,7 @@ from megatron_gspo.loop.run_lock import share
 from megatron_gspo.loop.sampling import SamplerHandle
 from megatron_gspo.loop.signals import StopRequest
 from megatron_gspo.loop.source import BatchSource, GivenBatches, ReplayedBatches, SampledBatches
-from megatron_gspo.loop.state import load_newest, save_checkpoint
+from megatron_gspo.loop.state import agreed_checkpoints, load_newest, save_checkpoint
 from megatron_gspo.loop.weight_sync import make_weight_sync
 from megatron_gspo.policy import cpu
 from megatron_gspo.policy.checkpoint import load_model, save_model
@@ -77,7 +77,8 @@ def train_and_export(
     model = build_model(read_hf_config(policy.hf, "policy.hf"), policy, layout)
     binding = bind(model.chunks, model.hf_config, layout.pgs)
     report.say(f"policy {policy.hf} on {layout.world} ranks: {_sizes(layout)}")
-    resume = resume and bool(whole_checkpoints(run_dir))  # stopped before its first: begin again
+    whole = agreed_checkpoints(run_dir, control) if resume else []
+    resume = bool(whole)  # stopped before its first: begin again
     if not resume:
         load_hf(policy.hf, binding)
     chunks = wrap(model, ddp_config(policy), layout)
@@ -90,7 +91,7 @@ def train_and_export(
     state, scores = RunState(step=0, weight_version=0), dict[str, torch.Tensor]()
     if resume:
         loads = {name: partial(load_model, layout=layout, **parts) for name, parts in trained.items()}
-        state, scores = load_newest(run_dir, loads)
+        state, scores = load_newest(whole, loads)
         report.say(f"resuming at step {state.step}, mini-batch {state.mini_batch}")
     report.start(state)
     export = plan_export(binding)
