@@ -11,6 +11,7 @@ from megatron_gspo.config.schema import Recipe, Schedule
 
 # Keys, or whole sections, that may differ from the recipe that the run was started with.
 FREE = (
+    "batch.max_tokens",
     "objective.on_policy_check",
     "observe",
     "reward.concurrency",

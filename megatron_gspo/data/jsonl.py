@@ -52,7 +52,9 @@ class JsonlRows:
         place = f"{self._path}:{number}"
         try:
             row: Any = json.loads(line)
-        except ValueError as error:  # a JSONDecodeError or a UnicodeDecodeError
+            if b"\\ud" in line.lower():  # half a surrogate pair, which JSON allows, is nothing that a tokenizer takes
+                json.dumps(row, ensure_ascii=False).encode()
+        except ValueError as error:  # a JSONDecodeError, UnicodeDecodeError or UnicodeEncodeError
             raise ValueError(f"{place}: not valid JSON: {error}") from None
         if not isinstance(row, dict):
             raise ValueError(f"{place}: expected a JSON object, got {row!r:.80}")

@@ -39,13 +39,20 @@ class PromptSource:
     def _fitting(self, position: int, attempt: int) -> Prompt:
         for number in range(attempt * MAX_ATTEMPTS, (attempt + 1) * MAX_ATTEMPTS):
             prompt = self._draw(position, number)
-            if len(tokenize(prompt.prompt, self._tokenizer)) <= self._max_prompt_tokens:
+            if self._length(prompt) <= self._max_prompt_tokens:
                 return prompt
             self.dropped += 1
         raise ValueError(
             f"data.max_prompt_tokens = {self._max_prompt_tokens}: {MAX_ATTEMPTS} prompts in a row are longer, the "
             f"last is {prompt.id}; raise it or give shorter prompts"
         )
+
+    def _length(self, prompt: Prompt) -> int:
+        try:
+            return len(tokenize(prompt.prompt, self._tokenizer))
+        except Exception as error:  # of the chat template, most often
+            error.add_note(f"in the prompt {prompt.id}")
+            raise
 
 
 def make_source(config: DataConfig, seed: int, tokenizer: Any, *, responses: bool = False) -> PromptSource:

@@ -28,7 +28,13 @@ def test_the_same_recipe_resumes(path):
 
 
 def test_a_longer_run_on_another_server_resumes(path):
-    changes = ["run.steps=9", "run.save_every=2", "rollout.engine=external", "rollout.urls=[http://a:1]"]
+    changes = [
+        "run.steps=9",
+        "run.save_every=2",
+        "batch.max_tokens=16384",
+        "rollout.engine=external",
+        "rollout.urls=[http://a:1]",
+    ]
     check_resume(load_recipe(path), load_recipe(path, changes))
 
 

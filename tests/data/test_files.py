@@ -78,6 +78,7 @@ def test_a_file_without_a_prompt_that_fits_is_refused(tmp_path, tokenizer):
     [
         ('{"prompt": "a"\n', "a.jsonl:2: not valid JSON"),
         ("[1]\n", "a.jsonl:2: expected a JSON object"),
+        ('{"prompt": "a", "by": ["\\uD83d"]}\n', "a.jsonl:2: not valid JSON: 'utf-8' codec can't encode"),
         ('{"question": "a", "id": 1}\n', "a.jsonl:2: no field 'prompt' (data.prompt_key); the fields are question, id"),
         ('{"prompt": 7}\n', "a.jsonl:2: the field 'prompt' (data.prompt_key) is 7"),
         ('{"prompt": ""}\n', "a.jsonl:2: the field 'prompt' (data.prompt_key) is ''"),
@@ -88,6 +89,18 @@ def test_a_bad_line_is_named_before_the_run_starts(tmp_path, tokenizer, line, me
     config = jsonl(tmp_path / "a.jsonl", {"prompt": "a"}, line)
     with pytest.raises(ValueError, match=re.escape(message)):
         make_source(config, seed=0, tokenizer=tokenizer)
+
+
+def test_a_prompt_that_the_chat_template_refuses_is_named(tmp_path, tokenizer):
+    config = jsonl(tmp_path / "a.jsonl", {"prompt": [{"role": "user", "content": None}]})
+    with pytest.raises(TypeError) as caught:
+        make_source(config, seed=0, tokenizer=tokenizer).batch(0, 1)
+    assert caught.value.__notes__ == [f"in the prompt {tmp_path}/a.jsonl:1"]
+
+
+def test_characters_written_as_surrogate_pairs_are_read(tmp_path, tokenizer):
+    config = jsonl(tmp_path / "a.jsonl", '{"prompt": "\\ud83d\\ude00"}\n')
+    assert texts(make_source(config, seed=0, tokenizer=tokenizer), 0, 1) == ["\U0001f600"]
 
 
 BAD_RESPONSES = [

@@ -60,6 +60,21 @@ def test_positions_of_the_stream_make_the_batch(recipe):
     assert batch.index.prompt_lens.tolist() == [2, 2, 2, 2]
 
 
+def test_a_row_beyond_the_longest_micro_batch_is_named(recipe, tmp_path):
+    """Prompt, response and the end-of-sequence token: 2 + 509 + 1 fit into 512, one more does not."""
+    rows = [{"prompt": "xx", "response": "y" * length} for length in (1, 509, 510, 1)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError) as caught:
+        fetch(recipe, [0])
+    assert str(caught.value) == (
+        f"{tmp_path}/data.jsonl:3: prompt and response have 513 tokens, and batch.max_tokens = 512 must hold the "
+        "longest; raise it, or take the row out of the data"
+    )
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:2] * 2))
+    (batch,), _ = fetch(recipe, [0])
+    assert batch.index.lens.tolist() == [4, 512] * 2
+
+
 def test_a_stop_is_heeded_while_a_batch_is_made(recipe, monkeypatch):
     monkeypatch.setattr(given, "LOOK_EVERY", 2)
     looks = []
