@@ -24,13 +24,13 @@ class UpdateGroup:
         self._servers = servers
         self._name = name
         timeout = timedelta(seconds=servers.timeout_s)
-        address = _own_address(servers.urls[0])
+        addresses = [_own_address(url) for url in servers.urls]
         sizes = servers.tensor_parallel_sizes()
         world_size = 1 + sum(sizes)
-        store = dist.TCPStore(address, 0, world_size, is_master=True, wait_for_workers=False, timeout=timeout)
+        store = dist.TCPStore(addresses[0], 0, world_size, is_master=True, wait_for_workers=False, timeout=timeout)
         bodies = [
             {
-                "master_address": address,
+                "master_address": addresses[i],
                 "master_port": store.port,
                 "rank_offset": 1 + sum(sizes[:i]),
                 "world_size": world_size,
@@ -91,6 +91,9 @@ def _both[T](build: Callable[[], T], join: Callable[[], None]) -> T:
 def _own_address(url: str) -> str:
     """The address of this machine that the server at `url` can reach."""
     parts = urlsplit(url)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((parts.hostname, parts.port or 80))  # datagram: picks a route, sends nothing
-        return probe.getsockname()[0]
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((parts.hostname, parts.port or 80))  # datagram: picks a route, sends nothing
+            return probe.getsockname()[0]
+    except OSError as error:
+        raise ServerError(f"{url} cannot be reached from here: {error}") from error

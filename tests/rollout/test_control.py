@@ -6,11 +6,13 @@ import json
 import socket
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import torch.distributed as dist
 
+from megatron_gspo.rollout import update_group
 from megatron_gspo.rollout.control import ServerError, Servers, call
 from megatron_gspo.rollout.probe import server_logprobs
 from megatron_gspo.rollout.update_group import UpdateGroup
@@ -18,12 +20,15 @@ from tests.ranks import run_ranks
 
 
 @contextmanager
-def answering(answers: dict[str, object]):
-    """A server on which each path answers (status, text or JSON) after so many seconds; yields its URL."""
+def answering(answers: dict[str, object], asked: list[tuple[str, object]] | None = None):
+    """A server on which each path answers (status, text or JSON) after so many seconds; yields its URL. What it is
+    asked, path and JSON body, is added to `asked`."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
-            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if asked is not None:
+                asked.append((self.path, json.loads(text or "null")))
             status, body, delay_s = answers.get(self.path, (404, "no such page", 0.0))
             time.sleep(delay_s)
             self.send_response(status)
@@ -118,6 +123,46 @@ def _join_refused() -> float:
         with pytest.raises(ServerError, match="init_weights_update_group answered 400: no"):
             UpdateGroup(Servers([url], timeout_s=20.0), name="refused", backend="gloo")
         return time.monotonic() - begin
+
+
+def _join(answers_of: list[dict[str, object]], leave: bool) -> list[tuple[str, dict[str, object]]]:
+    """Build an update group with servers of no ranks, which nobody has to join, and leave it; what each was asked."""
+    asked: list[tuple[str, dict[str, object]]] = []
+    with ExitStack() as stack:
+        urls = [stack.enter_context(answering(answers, asked)) for answers in answers_of]
+        # The first server is on this machine, the second reached by another interface.
+        update_group._own_address = dict(zip(urls, ["127.0.0.1", "10.0.0.7"], strict=True)).__getitem__
+        group = UpdateGroup(Servers(urls, timeout_s=20.0), name="mine", backend="gloo")
+        held = len(dist.distributed_c10d._world.pg_map)
+        if leave:
+            group.close()
+            assert len(dist.distributed_c10d._world.pg_map) == held - 1
+    return [(path, body) for path, body in asked if path != "/server_info"]
+
+
+DONE = (200, {"success": True}, 0.0)
+WILLING = {
+    "/server_info": (200, {"tp_size": 0}, 0.0),
+    "/init_weights_update_group": DONE,
+    "/destroy_weights_update_group": DONE,
+}
+
+
+def test_every_server_is_given_the_address_that_it_can_reach():
+    """That of the first server's interface once went to all: 127.0.0.1, where one of them was on this machine."""
+    (asked,) = run_ranks(1, _join, [WILLING, WILLING], False)
+    assert sorted(body["master_address"] for _, body in asked) == ["10.0.0.7", "127.0.0.1"]
+
+
+def test_the_update_group_is_left_on_both_sides():
+    (asked,) = run_ranks(1, _join, [WILLING, WILLING], True)
+    left = [body for path, body in asked if path == "/destroy_weights_update_group"]
+    assert left == [{"group_name": "mine"}] * 2
+
+
+def test_a_server_whose_name_means_nothing_is_named():
+    message = refused(update_group._own_address, "http://no-such-node.invalid:30000")
+    assert message.startswith("http://no-such-node.invalid:30000 cannot be reached from here: ")
 
 
 def test_a_server_that_refuses_to_join_the_update_group_is_not_waited_for():
