@@ -7,7 +7,13 @@ run=.venv/bin
 
 # What an earlier run left stays, under the time at which it was moved aside.
 move_aside() {
+    local lock aside
     if [ -e "$1" ]; then
+        for lock in "$1"/run.lock "$1"/*/run.lock; do
+            # A run that goes on would write into the folder of the new one.
+            [ ! -e "$lock" ] || flock --nonblock "$lock" true ||
+                { echo "[compare] error: a run goes on in ${lock%/run.lock}; wait for its end or stop it" >&2; exit 1; }
+        done
         aside="$1_before_$(date +%Y%m%d_%H%M%S)"
         mv "$1" "$aside"
         echo "[compare] the earlier $1 is now $aside"

@@ -9,6 +9,9 @@ $run/python tools/make_demo_policy.py --out runs/demo_policy
 # Folders of an earlier demo are kept, each under the time at which it was moved aside.
 for folder in runs/demo_sort_sft runs/demo_sort; do
     if [ -e "$folder" ]; then
+        # A run that goes on would write into the folder of the new one.
+        [ ! -e "$folder/run.lock" ] || flock --nonblock "$folder/run.lock" true ||
+            { echo "[demo] error: a run goes on in $folder; wait for its end or stop it" >&2; exit 1; }
         aside="${folder}_before_$(date +%Y%m%d_%H%M%S)"
         mv "$folder" "$aside"
         echo "[demo] the earlier $folder is now $aside"
