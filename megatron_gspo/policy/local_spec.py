@@ -49,12 +49,25 @@ def local_block_spec(config: TransformerConfig, vp_stage: int | None) -> Transfo
             attention.q_layernorm = attention.kv_layernorm = LocalNorm
         elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = LocalNorm
-        if _is_moe(parts.mlp):
+        moe = _is_moe(parts.mlp)
+        if moe:
             parts.mlp = get_mlp_module_spec_for_backend(
                 _GroupedExperts(), num_experts=config.num_moe_experts, moe_grouped_gemm=True
             )
+        parts.sharded_state_dict_keys_map = _names_in_checkpoints(config, moe)
     spec.layer_norm = LocalNorm
     return spec
+
+
+def _names_in_checkpoints(config: TransformerConfig, moe: bool) -> dict[str, str]:
+    """Prefixes of norms that Transformer Engine's spec fuses into a linear, to those that it gives them there: what a
+    CPU writes, a GPU reads. Megatron's own map knows neither experts nor latents."""
+    attention = "self_attention."
+    if config.multi_latent_attention:
+        names = {f"{attention}{x}_layernorm.": f"{attention}linear_{x}_up_proj.layer_norm_" for x in ("q", "kv")}
+    else:
+        names = {"input_layernorm.": f"{attention}linear_qkv.layer_norm_"}
+    return names if moe else names | {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
 def _is_moe(mlp: Any) -> bool:
