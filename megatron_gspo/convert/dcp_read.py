@@ -149,7 +149,7 @@ class MegatronCheckpoint:
         file = self._files[place.relative_path]
         view: Any = _create_file_view(file, place.offset, place.length)
         try:
-            tensor: Any = torch.load(view, map_location="meta", weights_only=True)
+            tensor = torch.load(view, map_location="meta", weights_only=True)
         except Exception as error:  # a damaged archive fails in many ways
             raise ValueError(f"{path}: {key} at byte {place.offset} is damaged: {str(error)[:200]}") from error
         stored = self.tensors[key]
@@ -158,7 +158,8 @@ class MegatronCheckpoint:
             raise ValueError(f"{path}: {key} at byte {place.offset} is not the {said} that {METADATA} says")
         if not tensor.is_contiguous():
             raise ValueError(f"{path}: {key} is stored with strides {tensor.stride()}; only row-major tensors are read")
-        start = place.offset + tensor.untyped_storage()._checkpoint_offset + tensor.storage_offset() * tensor.itemsize
+        archive: Any = tensor.untyped_storage()
+        start = place.offset + archive._checkpoint_offset + tensor.storage_offset() * tensor.itemsize
         return TensorFile(path, file.fileno(), key, start, stored.dtype, chunk.sizes)
 
     def _check_files(self) -> None:
