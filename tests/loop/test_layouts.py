@@ -203,7 +203,7 @@ def test_every_mini_batch_has_a_gradient(variant, expected):
     models = ["policy", "critic"] if "critic" in VARIANTS[variant] else ["policy"]
     for part in (f"{model}_{number}" for model in models for number in range(2)):
         has_one = [bool(tensor.any()) for name, tensor in gradients.items() if name.startswith(f"{part}/")]
-        assert sum(has_one) > 0.9 * len(has_one) or (part == "critic_0" and sum(has_one) == 1), (part, sum(has_one))
+        assert sum(has_one) > 0.8 * len(has_one) or (part == "critic_0" and sum(has_one) == 1), (part, sum(has_one))
 
 
 def test_the_batch_has_holes():
