@@ -86,7 +86,7 @@ def test_sparse_step_counts_from_one():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"use_sliding_window": True}, "use_sliding_window: sliding-window attention"),
+        ({"use_sliding_window": True}, "use_sliding_window: SGLang would sample without windows"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: only full_attention"),
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, r"hidden_act: only silu .*'gelu'"),

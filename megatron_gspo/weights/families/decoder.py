@@ -35,7 +35,7 @@ def decoder(c: HFConfig, **fields: Any) -> dict[str, Any]:
     """
     refuse(
         c,
-        use_sliding_window=(bool(c.get("use_sliding_window")), "sliding-window attention is not built"),
+        use_sliding_window=(bool(c.get("use_sliding_window")), "SGLang would sample without windows in this family"),
         layer_types=(
             "window_size" not in fields and bool(set(c.get("layer_types") or ()) - {"full_attention"}),
             "only full_attention layers are built",

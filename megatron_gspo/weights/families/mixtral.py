@@ -17,7 +17,7 @@ def num_experts(c: HFConfig) -> int:
 def architecture(c: HFConfig) -> Architecture:
     refuse(
         c,
-        sliding_window=(c.get("sliding_window") is not None, "sliding-window attention is not built"),
+        sliding_window=(c.get("sliding_window") is not None, "SGLang would sample without windows in this family"),
         router_jitter_noise=(bool(c.get("router_jitter_noise")), "old and new log-probabilities would differ"),
     )
     mixture = softmax_experts(

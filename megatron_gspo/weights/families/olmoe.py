@@ -22,6 +22,7 @@ def architecture(c: HFConfig) -> Architecture:
         c,
         attention_bias=(bool(c.get("attention_bias")), "Megatron has a bias on QKV only or on every linear layer"),
         clip_qkv=(c.get("clip_qkv") is not None, "Megatron does not clip queries, keys and values"),
+        rms_norm_eps=(need(c, "rms_norm_eps") != 1e-5, "SGLang has 1e-5 in its QK-norms"),
     )
     mixture = softmax_experts(
         c,

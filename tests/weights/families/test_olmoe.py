@@ -53,8 +53,11 @@ def test_published_model():
     assert num_parameters("olmoe-1b-7b") == 6_919_161_856
 
 
-@pytest.mark.parametrize(("field", "value"), [("clip_qkv", 8.0), ("attention_bias", True)])
-def test_what_megatron_lacks_is_refused(field: str, value: float):
+@pytest.mark.parametrize(
+    ("field", "value", "who"),
+    [("clip_qkv", 8.0, "Megatron"), ("attention_bias", True, "Megatron"), ("rms_norm_eps", 1e-6, "SGLang")],
+)
+def test_what_megatron_or_the_server_lacks_is_refused(field: str, value: float, who: str):
     c = config("olmoe-1b-7b") | {field: value}
-    with pytest.raises(ValueError, match=f"HF config, {field}: Megatron"):
+    with pytest.raises(ValueError, match=f"HF config, {field}: {who}"):
         family_for(c).architecture(c)

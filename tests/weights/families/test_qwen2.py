@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from tests.weights.families.published import num_parameters
+from megatron_gspo.weights.families import family_for
+from tests.weights.families.published import config, num_parameters
 from tests.weights.models import SHAPE
 from tests.weights.parity import Checkpoints, assert_parity, case, write
 
@@ -39,3 +40,9 @@ def test_every_layout(size: int, models: Checkpoints, tmp_path: Path):
 @pytest.mark.parametrize(("model", "parameters"), [("qwen2.5-0.5b", 494_032_768), ("qwen2.5-7b", 7_615_616_512)])
 def test_published_models(model: str, parameters: int):
     assert num_parameters(model) == parameters
+
+
+def test_windows_are_refused():
+    c = config("qwen2.5-7b") | {"use_sliding_window": True}
+    with pytest.raises(ValueError, match="HF config, use_sliding_window: SGLang would sample without windows"):
+        family_for(c).architecture(c)
