@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -73,10 +74,21 @@ def model(**shape: Any) -> DeepseekV3ForCausalLM:
     return made
 
 
+def rename(directory: Path, model_type: str) -> None:
+    """A checkpoint of a type that transformers knows by its remote code alone."""
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": model_type}))
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Checkpoints:
     root = tmp_path_factory.mktemp("deepseek_v3")
+    kimi = write(
+        root / "kimi", model(n_group=1, topk_group=1, n_routed_experts=12, num_attention_heads=2, num_key_value_heads=2)
+    )
+    rename(root / "kimi", "kimi_k2")
     return {
+        "kimi": kimi,
         "v3": write(root / "v3", model()),
         "plain": write(root / "plain", model(**PLAIN)),
         "tied": write(
@@ -87,7 +99,7 @@ def models(tmp_path_factory) -> Checkpoints:
 
 
 WORLDS = {
-    1: [case("v3"), case("plain"), case("tied")],
+    1: [case("v3"), case("plain"), case("tied"), case("kimi")],
     2: [
         case("v3", tp=2),
         case("plain", tp=2),
@@ -96,6 +108,7 @@ WORLDS = {
         case("v3", cp=2),
         case("v3", ep=2),
         case("plain", etp=2),
+        case("kimi", tp=2, ep=2),
     ],
     4: [case("v3", tp=4), case("tied", ep=2, etp=2), case("plain", tp=2, cp=2, ep=4)],
     8: [case("v3", tp=2, ep=2, pp=2)],
