@@ -17,6 +17,7 @@ from megatron_gspo.config import load_recipe
 from megatron_gspo.loop import weight_sync
 from megatron_gspo.loop.sampling import SamplerFailed
 from megatron_gspo.loop.signals import StopRequest
+from megatron_gspo.loop.weight_sync import ServedWeights
 from megatron_gspo.rollout.control import ServerError
 from megatron_gspo.rollout.together import UpdateFailed, together
 from tests.ranks import run_ranks
@@ -78,29 +79,40 @@ def _failing() -> list[str] | str:
 # ---- leaving servers
 
 
-def _leave(transport: Leaving, engine: str, directory: Path) -> tuple[int, list[str]]:
-    """Close what `make_weight_sync` has made; returns how often the transport was closed, and what was said."""
-    said: list[str] = []
+def _served(transport: Leaving, engine: str, directory: Path, say=None) -> ServedWeights:
+    """What `make_weight_sync` makes over `transport`, for a server that is not there."""
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=30))
     transport.group = control
     for name in ("buckets", "checkpoint_shapes", "probe_tokens"):
         setattr(weight_sync, name, lambda *_: None)
     weight_sync.DistributedTransport = lambda *_, **__: transport
-    weight_sync._server_urls = lambda *_: ["http://a:1"]
+    weight_sync._server_urls = lambda *_: ["http://127.0.0.1:1"]
     path = directory / "recipe.yaml"
     path.write_text(RECIPE.replace("ENGINE", engine))
-    served = weight_sync.make_weight_sync(
+    return weight_sync.make_weight_sync(
         load_recipe(path),
-        stepper=None,
+        stepper=SimpleNamespace(chunks=[]),
         export=SimpleNamespace(binding=None),
         sampler=None,
         control=control,
         stop=None,
-        report=SimpleNamespace(say=said.append),
+        report=SimpleNamespace(say=say),
         device=torch.device("cpu"),
     )
-    served.close()
+
+
+def _leave(transport: Leaving, engine: str, directory: Path) -> tuple[int, list[str]]:
+    """How often closing the served weights closes the transport, and what is said."""
+    said: list[str] = []
+    _served(transport, engine, directory, said.append).close()
     return transport.closed, said
+
+
+def _update(engine: str, directory: Path) -> list[str]:
+    """The notes on an update that fails."""
+    with pytest.raises(UpdateFailed, match="pause_generation failed after") as caught:
+        _served(Leaving(), engine, directory).update(1)
+    return getattr(caught.value, "__notes__", [])
 
 
 RECIPE = """
@@ -134,6 +146,12 @@ class Leaving:
     def _leave(self) -> None:
         if self.refused and dist.get_rank() == 0:
             raise ServerError("http://a:1/destroy_weights_update_group did not answer within 600 s")
+
+
+def test_an_update_that_fails_says_where_a_managed_server_logs(tmp_path):
+    note = "the managed server restarts with the run; it logs to runs/x/logs/server_0.log"
+    assert run_ranks(2, _update, "engine: managed", tmp_path) == [[note]] * 2
+    assert run_ranks(2, _update, EXTERNAL, tmp_path) == [[]] * 2
 
 
 def test_servers_that_outlive_the_run_are_left_at_its_end(tmp_path):
