@@ -16,6 +16,8 @@ from megatron_gspo.weights.rules import HFTensor, Piece, Region
 from megatron_gspo.weights.source import HFCheckpoint
 from megatron_gspo.weights.tensor_file import Slices
 
+Blocks = dict[tuple[str, int, int], torch.Tensor]  # of one expert: rows [start, stop) of a stacked tensor's entry
+
 
 @dataclass(frozen=True)
 class LoadReport:
@@ -36,8 +38,8 @@ class Place:
     shape: tuple[int, ...]
     expert: int | None = None
 
-    def read_into(self, checkpoint: HFCheckpoint, take: Region, out: torch.Tensor) -> None:
-        """Copies the HF tensor's [take] into `out`."""
+    def read_into(self, checkpoint: HFCheckpoint, take: Region, out: torch.Tensor, blocks: Blocks) -> None:
+        """Copies the HF tensor's [take] into `out`. What was read for it and others alike is left in `blocks`."""
         stacked = self.tensor.stacked
         if self.expert is None or stacked is None:
             checkpoint.read_into(self.name, take, out)
@@ -49,17 +51,21 @@ class Place:
         region: Slices = (self.expert, *others, rows) if stacked.transposed else (self.expert, rows, *others)
         if stacked.step == 1:
             checkpoint.read_into(self.name, region, out.T if stacked.transposed else out)
-        else:
-            block = checkpoint.read(self.name, region)
-            out.copy_((block.T if stacked.transposed else block)[offset :: stacked.step])
+            return
+        key = self.name, rows.start, rows.stop
+        if key not in blocks:
+            blocks[key] = torch.empty(rows.stop - rows.start, *out.shape[1:], dtype=out.dtype)
+            checkpoint.read_into(self.name, region, blocks[key].T if stacked.transposed else blocks[key])
+        out.copy_(blocks[key][offset :: stacked.step])
 
 
 def load_hf(directory: str | Path, binding: Binding, progress: Callable[[int, int], None] | None = None) -> LoadReport:
     """Fills this rank's parameters, where they are and converted to their dtype, from the HF checkpoint in `directory`.
 
     Not a collective. `progress(done, total)` is called after each parameter. Beyond the parameters, memory holds one
-    parameter at a time. Nothing is written before names and shapes are checked: raises ValueError naming tensors that
-    are missing, that no rule claims, or whose shape is not what config.json says, FileNotFoundError for missing files.
+    parameter at a time, twice where a checkpoint interleaves its rows. Nothing is written before names and shapes are
+    checked: raises ValueError naming tensors that are missing, that no rule claims, or whose shape is not what
+    config.json says, FileNotFoundError for missing files.
 
     The caller refreshes what derives from the parameters: `optimizer.reload_model_params()` copies them into the fp32
     main parameters, without which the first step undoes the load; with `overlap_param_gather`, no gather of older
@@ -109,12 +115,13 @@ def read_shard(checkpoint: HFCheckpoint, places: Sequence[Place], bound: Bound, 
     pieces = list(bound.pieces())
     if sum(out[piece.put].numel() for piece in pieces) < out.numel():
         out.zero_()
-    return sum(_read_into(checkpoint, places[piece.source], piece, out[piece.put]) for piece in pieces)
+    blocks: Blocks = {}
+    return sum(_read_into(checkpoint, places[piece.source], piece, out[piece.put], blocks) for piece in pieces)
 
 
-def _read_into(checkpoint: HFCheckpoint, place: Place, piece: Piece, out: torch.Tensor) -> int:
+def _read_into(checkpoint: HFCheckpoint, place: Place, piece: Piece, out: torch.Tensor, blocks: Blocks) -> int:
     """Fills `out`; returns the bytes of the numbers that were read."""
-    place.read_into(checkpoint, piece.take, out)
+    place.read_into(checkpoint, piece.take, out, blocks)
     for duplicate in place.tensor.duplicates:
         if duplicate in checkpoint.files and not torch.equal(
             checkpoint.read(place.name, piece.take), checkpoint.read(duplicate, piece.take)

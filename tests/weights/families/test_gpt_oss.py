@@ -163,3 +163,15 @@ def test_layers_alternate_where_the_config_does_not_say():
 def test_what_megatron_lacks_is_refused(change: dict, message: str):
     with pytest.raises(ValueError, match=message):
         family_for(config("gpt-oss-20b")).architecture(config("gpt-oss-20b") | change)
+
+
+def unmarked(directory: Path) -> list[str]:
+    """Dense parameters that Megatron takes for whole while they are cut, or the other way round."""
+    with built(directory, LayoutConfig(tp=2)) as (made, layout):
+        bound = [b for b in bind(made.chunks, made.hf_config, layout.pgs).bound if not b.claim.is_expert]
+        return [b.name for b in bound if b.claim.rule.is_cut != getattr(b.parameter, "tensor_model_parallel", False)]
+
+
+def test_every_shard_counts_in_the_norm_of_the_gradient(models: Checkpoints):
+    # Regression: sinks were not marked as cut, and those of the first TP rank alone counted.
+    assert run_ranks(2, unmarked, models["plain"][0]) == [[], []]
