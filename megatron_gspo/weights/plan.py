@@ -62,8 +62,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Item:
-    """HF tensors that leave together: those of one claim or, where experts are exported stacked, the tensor that the
-    claims of all experts make up. `sender`, one of the ranks, gathers and sends."""
+    """HF tensors that leave together: those of one claim or of dense ones whose rules say so or, where experts are
+    exported stacked, the tensor that the claims of all experts make up. `sender`, one of the ranks, gathers and sends.
+    """
 
     parts: tuple[Part, ...]
     dtype: torch.dtype
@@ -85,14 +86,14 @@ class Item:
     @property
     def group(self) -> str:
         """The process group, by its field in ProcessGroupCollection, whose ranks hold the parts."""
-        if len(self.parts) > 1:
-            return "tp_ep"
-        return "expt_tp" if self.parts[0].claim.is_expert else "tp"
+        if not self.parts[0].claim.is_expert:
+            return "tp"
+        return "tp_ep" if len(self.parts) > 1 else "expt_tp"
 
     @property
     def is_gathered(self) -> bool:
         """Whether the sender alone does not hold all of it."""
-        return len(self.ranks) > 1 and (len(self.parts) > 1 or self.parts[0].claim.rule.is_cut)
+        return len(self.ranks) > 1 and (self.group == "tp_ep" or any(part.claim.rule.is_cut for part in self.parts))
 
 
 @dataclass(frozen=True)
@@ -159,10 +160,11 @@ def assign(claims: Sequence[Claim], holdings: Sequence[Holding], dtype: torch.dt
 
 
 def _sent_together(claims: Sequence[Claim]) -> Iterable[list[Claim]]:
-    """The claims that share an exported tensor, in the order of the first of each."""
+    """The claims that share an exported tensor or leave together, in the order of the first of each."""
     groups: dict[str, list[Claim]] = defaultdict(list)
     for claim in claims:
-        groups[claim.hf[0].exported[0]].append(claim)
+        together = claim.rule.together
+        groups[f"{together} of layer {claim.layer}" if together else claim.hf[0].exported[0]].append(claim)
     return groups.values()
 
 

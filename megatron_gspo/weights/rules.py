@@ -68,6 +68,7 @@ class Rule(ABC):
     `megatron` are the spellings of the parameter under different layer specs (Transformer Engine fuses norms into the
     linear that follows); a model has exactly one of them. `copies` are parameters that repeat it on another pipeline
     stage: they are loaded, never exported. `keeps_dtype`: it leaves in its own dtype, whatever that of the export.
+    `together`: dense rules of that name leave together, layer by layer, from one sender in one bucket.
     """
 
     hf: tuple[HFTensor, ...]
@@ -76,6 +77,7 @@ class Rule(ABC):
     layers: tuple[int, ...] | None = None
     experts: int | None = None
     keeps_dtype: bool = False
+    together: str | None = None
 
     @property
     def is_cut(self) -> bool:

@@ -11,6 +11,7 @@ import torch
 from megatron_gspo.weights.claims import Claim, claims_of
 from megatron_gspo.weights.families import family_for
 from megatron_gspo.weights.plan import ExportPlan, Holding, assign, buckets
+from tests.weights.families.published import config
 
 MOE = dict(
     model_type="qwen3_moe",
@@ -129,3 +130,18 @@ def test_a_tensor_held_by_half_a_group_is_named():
     ]
     with pytest.raises(ValueError, match=r"q_proj\.weight: ranks \[0\] .* expected exactly ranks \[0, 1\]"):
         assign(CLAIMS, broken, None)
+
+
+def test_projections_to_latents_share_a_bucket():
+    """SGLang fuses the two, and would forget one that comes without the other."""
+    latent = config("deepseek-v3") | dict(num_hidden_layers=4, n_routed_experts=8, n_group=1, topk_group=1)
+    claims = claims_of(family_for(latent).rules(latent))
+    exported = ExportPlan(assign(claims, holdings(claims), torch.bfloat16), binding=None)
+    pairs = [
+        {t.name for t in bucket.tensors if "_a_proj" in t.name}
+        for bucket in buckets(exported, size_bytes=1)
+        if any("_a_proj" in t.name for t in bucket.tensors)
+    ]
+    attention = "model.layers.{}.self_attn.{}.weight"
+    expected = [{attention.format(i, x) for x in ("q_a_proj", "kv_a_proj_with_mqa")} for i in range(4)]
+    assert sorted(map(sorted, pairs)) == sorted(map(sorted, expected))

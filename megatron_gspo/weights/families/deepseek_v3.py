@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from megatron_gspo.weights.families.blocks import HF_LAYER, LAYER, copy, embeddings, norms
@@ -12,6 +13,8 @@ from megatron_gspo.weights.families.rope import rope_parameters
 from megatron_gspo.weights.families.sigmoid_experts import further_layers, mixture, mlps
 from megatron_gspo.weights.rules import Rule
 
+# SGLang 0.5.23 fuses them, and forgets one that arrives without the other (`do_load_weights`, cached_a_proj).
+TO_LATENTS = "projections to latents"
 LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps
 
 
@@ -92,7 +95,8 @@ def latent_attention(c: HFConfig, layers: range) -> list[Rule]:
 
     def linear(hf: str, megatron: str, *shape: int, dim: int | None) -> Rule:
         name = f"{LAYER}self_attention.linear_{megatron}.weight"
-        return copy(f"{HF_LAYER}self_attn.{hf}.weight", shape, name, dim=dim, layers=layers)
+        rule = copy(f"{HF_LAYER}self_attn.{hf}.weight", shape, name, dim=dim, layers=layers)
+        return replace(rule, together=TO_LATENTS) if "_a_proj" in hf else rule
 
     def norm(kind: str, rank: int) -> Rule:
         """Transformer Engine fuses it into the linear that follows."""
