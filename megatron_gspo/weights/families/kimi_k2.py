@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_gspo.weights.families import deepseek_v3
+from megatron_gspo.weights.families.deepseek_v3 import FAMILY as DEEPSEEK_V3
 
-FAMILY = replace(deepseek_v3.FAMILY, model_type="kimi_k2")
+FAMILY = replace(DEEPSEEK_V3, model_type="kimi_k2")
