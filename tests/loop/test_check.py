@@ -156,6 +156,14 @@ def test_a_mixture_that_the_server_does_not_build_is_refused(path):
     assert "policy.hf" in text and "mixes dense and sparse layers" in text
 
 
+def test_a_quantised_policy_is_refused_where_a_server_would_start_from_it(path):
+    config = Path(load_recipe(path).policy.hf) / "config.json"
+    hf = json.loads(config.read_text())
+    config.write_text(json.dumps(hf | {"quantization_config": {"quant_method": "mxfp4"}}))
+    text = refusal(load_recipe(path))
+    assert "policy.hf" in text and "decode the checkpoint with tools/hf_to_megatron.py" in text
+
+
 # ---- run.dir and what lies in it
 
 
