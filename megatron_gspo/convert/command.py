@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 ERROR, INTERRUPTED = 2, 130
@@ -24,13 +25,14 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     )
 
 
-def run(work: Callable[[], int]) -> int:
-    """Runs `work` inside the default process group; returns its exit code, or that of what stopped it."""
+def run(work: Callable[[], int], *, in_world: bool = True) -> int:
+    """Runs `work`, inside the default process group or without one; returns its exit code, or that of what stopped
+    it."""
     # Checkpoints are converted in main memory; with a GPU in sight, Megatron would build the model on it.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     signal.signal(signal.SIGTERM, _stop)
     try:
-        return _in_world(work)
+        return _prepared(work, in_world)
     except (ValueError, OSError, RuntimeError) as error:
         rank = int(os.environ.get("RANK", "0"))
         if rank == 0 or not isinstance(error, RuntimeError):  # RuntimeErrors are agreed on: one rank says them
@@ -41,7 +43,7 @@ def run(work: Callable[[], int]) -> int:
         return INTERRUPTED
 
 
-def _in_world(work: Callable[[], int]) -> int:
+def _prepared(work: Callable[[], int], in_world: bool) -> int:
     import logging
     import warnings
 
@@ -52,7 +54,7 @@ def _in_world(work: Callable[[], int]) -> int:
     logging.disable(logging.WARNING)
     from megatron_gspo.convert.world import world
 
-    with world():
+    with world() if in_world else nullcontext():
         return work()
 
 

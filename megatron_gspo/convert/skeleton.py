@@ -7,7 +7,7 @@ stored. No layout is special to the format, so what is written from it loads int
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,20 +75,22 @@ class _NoNumbers(TorchFunctionMode):
 
 
 @contextmanager
-def built(hf_config: Mapping[str, Any], layout_config: LayoutConfig) -> Iterator[tuple[Any, Layout]]:
-    """(model without numbers, layout) on this rank of the default process group; the groups end with the block."""
-    policy = PolicyConfig(hf="", dtype=Dtype.bf16, layout=layout_config, optimizer=OptimizerSection(lr=0.0))
+def built(
+    hf_config: Mapping[str, Any], layout_config: LayoutConfig, dtype: Dtype = Dtype.bf16, *, numbers: bool = False
+) -> Iterator[tuple[Any, Layout]]:
+    """(model, layout) on this rank of the default process group, whose groups end with the block. Without `numbers` the
+    parameters take no memory; with them they are random."""
+    policy = PolicyConfig(hf="", dtype=dtype, layout=layout_config, optimizer=OptimizerSection(lr=0.0))
     layout = init_layout(layout_config)
     try:
-        with _NoNumbers():
+        with nullcontext() if numbers else _NoNumbers():
             model = build_model(dict(hf_config), policy, layout)
         yield model, layout
     finally:
         parallel_state.destroy_model_parallel()
 
 
-@contextmanager
-def skeleton(hf_config: Mapping[str, Any]) -> Iterator[Skeleton]:
+def skeleton(hf_config: Mapping[str, Any]) -> Skeleton:
     """The whole model of config.json. Every rank of the world describes all of it.
 
     Raises ValueError for a family that is not supported, and naming parameters that no rule claims or that the
@@ -98,14 +100,14 @@ def skeleton(hf_config: Mapping[str, Any]) -> Iterator[Skeleton]:
         binding = bind(model.chunks, hf_config, layout.pgs)
         (chunk,) = model.chunks
         state = chunk.sharded_state_dict(metadata={"dp_cp_group": layout.pgs.dp_cp, "singleton_local_shards": False})
-        apply_factories(state)
-        stored = list(nested_values(state))
-        regions: dict[int, list[Region]] = {}
-        for item in stored:
-            if isinstance(item, ShardedTensor):
-                regions.setdefault(_storage(item.data), []).append(_region(item))
-        objects = tuple(item.unique_key for item in stored if isinstance(item, ShardedObject))
-        yield Skeleton(binding, _entries(binding.bound, regions), objects)
+    apply_factories(state)
+    stored = list(nested_values(state))
+    regions: dict[int, list[Region]] = {}
+    for item in stored:
+        if isinstance(item, ShardedTensor):
+            regions.setdefault(_storage(item.data), []).append(_region(item))
+    objects = tuple(item.unique_key for item in stored if isinstance(item, ShardedObject))
+    return Skeleton(binding, _entries(binding.bound, regions), objects)
 
 
 def _region(item: ShardedTensor) -> Region:

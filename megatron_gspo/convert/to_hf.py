@@ -67,9 +67,9 @@ def megatron_to_hf(
     with (
         MegatronCheckpoint(source) as checkpoint,
         HFCheckpoint(origin, single=single) as carried,
-        skeleton(hf_config) as model,
     ):
-        lots = _lots(_items(sources_of(checkpoint, model), DTYPES[dtype], dtype == "fp8"), shard_bytes)
+        model = skeleton(hf_config)
+        lots = _lots(items_of(sources_of(checkpoint, model), DTYPES[dtype], fp8=dtype == "fp8"), shard_bytes)
         sizes = [sum(item.size_bytes for item in lot) for lot in lots]
         owners, rank = shares(sizes), dist.get_rank()
         progress = Progress("converting", sum(n for n, owner in zip(sizes, owners, strict=True) if owner == rank))
@@ -143,7 +143,8 @@ class Item:
         return sum(spec.size_bytes for spec in self.specs)
 
 
-def _items(sources: Sequence[Source], dtype: torch.dtype | None, fp8: bool) -> list[Item]:
+def items_of(sources: Sequence[Source], dtype: torch.dtype | None, *, fp8: bool) -> list[Item]:
+    """What leaves together, in the family's order. dtype: of all that is not fp8; None: as stored."""
     groups: dict[str, list[Source]] = defaultdict(list)
     for source in sources:
         if not source.entry.bound.is_copy:

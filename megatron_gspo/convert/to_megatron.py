@@ -35,7 +35,8 @@ def hf_to_megatron(source: Path, target: Path, *, dtype: str = "keep", allow_pic
     hf_config = read_json(source / CONFIG, "an object") if (source / CONFIG).exists() else None
     if hf_config is None:
         raise FileNotFoundError(f"{source / CONFIG} does not exist; expected the folder of an HF checkpoint")
-    with HFCheckpoint(source, allow_pickle=allow_pickle) as checkpoint, skeleton(hf_config) as model:
+    with HFCheckpoint(source, allow_pickle=allow_pickle) as checkpoint:
+        model = skeleton(hf_config)
         checkpoint.verify()
         places = locate(checkpoint, model.binding)
         dtypes = [_dtype(entry, places[entry.bound.claim.index], checkpoint, DTYPES[dtype]) for entry in model.entries]

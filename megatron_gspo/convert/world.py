@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -23,6 +23,7 @@ def world() -> Iterator[None]:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
+        dist.barrier()  # torchrun ends all ranks when the first leaves with a code other than 0
     finally:
         dist.destroy_process_group()
 
@@ -57,9 +58,6 @@ class Progress:
             end = "\n" if self._done == self._total else ""
             line = f"\r{self._what}: {share:4.0%} of {self._total / 1e9:.2f} GB at {rate:.2f} GB/s"
             print(line, end=end, file=sys.stderr, flush=True)
-
-
-Say = Callable[[str], None]
 
 
 def say(text: str) -> None:
