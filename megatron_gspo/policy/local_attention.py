@@ -23,7 +23,7 @@ class LocalAttention(MegatronModule):
 
     With context parallelism K and V are gathered over the CP group, and every rank attends with its zigzag chunks.
     `softmax_offset` [heads] are the logits of the attention sinks, where softmax_type is learnable.
-    Latent attention hands in keys and values of one width, and cuts the output: Megatron pads the values of packed rows.
+    Latent attention hands in values as wide as keys, and cuts the output: Megatron pads the values of packed rows.
     """
 
     def __init__(
