@@ -75,17 +75,21 @@ def config(layers: int) -> dict:
     }
 
 
-def make_model(folder: Path, size_gb: float) -> int:
-    """A checkpoint of about `size_gb`, in shards of 1 GB; returns its bytes."""
+def config_of(size_gb: float) -> dict:
+    """As many layers as make about `size_gb`."""
     layer_gb = 2 * (3 * EXPERTS * HIDDEN * FFN + 2 * 36 * 128 * HIDDEN) / 1e9
-    layers = max(1, round((size_gb - 4 * VOCAB * HIDDEN / 1e9) / layer_gb))
-    hf_config = config(layers)
+    return config(max(1, round((size_gb - 4 * VOCAB * HIDDEN / 1e9) / layer_gb)))
+
+
+def make_model(folder: Path, hf_config: dict) -> int:
+    """A checkpoint of random numbers in shards of 1 GB; returns its bytes."""
     specs = [
         Spec(tensor.name, torch.bfloat16, tensor.shape)
         for claim in claims_of(family_for(hf_config).rules(hf_config))
         for tensor in claim.hf
     ]
-    numbers = torch.randn(max(spec.size_bytes for spec in specs) // 2, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(max(spec.size_bytes for spec in specs) // 2 + 1000, generator=generator)
     numbers, shards, filled = (0.02 * numbers).bfloat16(), [[]], 0
     for spec in specs:
         if filled + spec.size_bytes > 1e9:
@@ -99,9 +103,8 @@ def make_model(folder: Path, size_gb: float) -> int:
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         with SafetensorsWriter(folder / name, shard) as writer:
             for place, spec in enumerate(shard):
-                shift = (number * 1009 + place) % 1000  # no two tensors of a shape are alike
-                flat = numbers.roll(shift)[: spec.size_bytes // 2] if spec.size_bytes < 2**25 else numbers
-                writer.write(spec.name, flat[: spec.size_bytes // 2].view(spec.shape))
+                first = (number * 1009 + place) % 1000  # no two tensors of a shape are alike
+                writer.write(spec.name, numbers[first : first + spec.size_bytes // 2].view(spec.shape))
                 weight_map[spec.name] = name
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     (folder / "config.json").write_text(json.dumps(hf_config))
@@ -170,7 +173,7 @@ def main() -> None:
         sys.exit(f"{args.dir.resolve()} has {free:.0f} GB free; the bench needs {4 * args.gb:.0f}")
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
         hf, megatron, back, copied = (Path(folder) / name for name in ("hf", "megatron", "back", "copied"))
-        size = make_model(hf, args.gb) / 1e9
+        size = make_model(hf, config_of(args.gb)) / 1e9
         print(f"{size:.2f} GB, {args.ranks} rank(s), load {os.getloadavg()[0]:.1f}")
         print(
             f"{'round':>5} {'way':>12} {'copy GB/s':>10} {'convert GB/s':>13} {'ratio':>6} {'peak GB':>8} {'load':>5}"

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_gspo.convert.dcp_read import MegatronCheckpoint, Overlap
+from megatron_gspo.convert.dcp_read import Chunk, MegatronCheckpoint, Overlap
 from megatron_gspo.convert.skeleton import Entry, Region, Skeleton, skeleton
 from megatron_gspo.convert.to_megatron import HF_FOLDER
-from megatron_gspo.convert.world import Progress, shares
+from megatron_gspo.convert.world import Progress, ahead, shares
 from megatron_gspo.weights.claims import listing
 from megatron_gspo.weights.export import assemble
 from megatron_gspo.weights.hf_folder import CARRIED, SHARD_BYTES, Shard, write_hf
@@ -39,6 +39,16 @@ class Source:
     entry: Entry
     parts: tuple[tuple[Region, tuple[Overlap, ...]], ...]
     dtype: torch.dtype
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """File and byte of its first number."""
+        first = self.chunks[0].place
+        return first.relative_path, first.offset
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        return [overlap.chunk for _, overlaps in self.parts for overlap in overlaps]
 
     def read(self, checkpoint: MegatronCheckpoint) -> torch.Tensor:
         """The whole parameter, in the dtype that is stored."""
@@ -144,12 +154,13 @@ class Item:
 
 
 def items_of(sources: Sequence[Source], dtype: torch.dtype | None, *, fp8: bool) -> list[Item]:
-    """What leaves together, in the family's order. dtype: of all that is not fp8; None: as stored."""
+    """What leaves together, in the order of the checkpoint's files. dtype: of all that is not fp8; None: as stored."""
     groups: dict[str, list[Source]] = defaultdict(list)
     for source in sources:
         if not source.entry.bound.is_copy:
             groups[source.entry.bound.claim.hf[0].exported[0]].append(source)
-    return [Item(tuple(group), _specs(group[0], dtype, fp8)) for group in groups.values()]
+    items = [Item(tuple(group), _specs(group[0], dtype, fp8)) for group in groups.values()]
+    return sorted(items, key=lambda item: item.sources[0].place)
 
 
 def _specs(source: Source, dtype: torch.dtype | None, fp8: bool) -> tuple[Spec, ...]:
@@ -185,7 +196,7 @@ def _lots(items: Sequence[Item], size_bytes: int) -> list[list[Item]]:
 
 
 def _stream(checkpoint: MegatronCheckpoint, items: Sequence[Item], progress: Progress) -> Tensors:
-    for item in items:
+    for item in ahead(items, partial(_prefetch, checkpoint)):
         specs = {spec.name: spec for spec in item.specs}
         held = ((source.entry.bound.claim, [source.read(checkpoint)]) for source in item.sources)
         for name, tensor in assemble(held):
@@ -196,6 +207,13 @@ def _stream(checkpoint: MegatronCheckpoint, items: Sequence[Item], progress: Pro
             else:
                 yield name, tensor.to(specs[name].dtype)
         progress.add(item.size_bytes)
+
+
+def _prefetch(checkpoint: MegatronCheckpoint, item: Item) -> int:
+    for source in item.sources:
+        for chunk in source.chunks:
+            checkpoint.prefetch(chunk)
+    return item.size_bytes
 
 
 def _quantization(shards: Sequence[Shard]) -> dict[str, Any]:

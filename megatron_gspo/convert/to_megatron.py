@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_gspo.convert.dcp_write import DcpFile, Written, write_metadata
 from megatron_gspo.convert.skeleton import Entry, Skeleton, skeleton
-from megatron_gspo.convert.world import Progress, shares
+from megatron_gspo.convert.world import Progress, ahead, shares
 from megatron_gspo.weights.hf_folder import write_carried
 from megatron_gspo.weights.load import Place, locate, read_shard
 from megatron_gspo.weights.output import agree, attempt, whole_folder, write_json
@@ -80,7 +80,8 @@ def _write_tensors(
     progress = Progress("converting", sum(entry.numel * dtype.itemsize for entry, dtype in own))
     rank = dist.get_rank()
     with DcpFile(folder / f"__{rank}_0.distcp") as file:
-        for entry, dtype in own:
+        own = sorted(own, key=lambda one: checkpoint.where(places[one[0].bound.claim.index][0].name))
+        for entry, dtype in ahead(own, partial(_prefetch, checkpoint, places)):
             parameter = torch.empty(entry.bound.parameter.shape, dtype=dtype)
             read_shard(checkpoint, places[entry.bound.claim.index], entry.bound, parameter)
             for region in entry.regions:
@@ -91,6 +92,14 @@ def _write_tensors(
                 file.add_object(key, [None])
             file.add_object(COMMON, [{"content_metadata": _content()}])
         written += file.written
+
+
+def _prefetch(checkpoint: HFCheckpoint, places: Sequence[Sequence[Place]], one: tuple[Entry, torch.dtype]) -> int:
+    entry, dtype = one
+    for place in places[entry.bound.claim.index]:
+        if place.expert is None:  # a stacked tensor holds much more than this entry
+            checkpoint.prefetch(place.name)
+    return entry.numel * dtype.itemsize
 
 
 def _content() -> dict[str, Any]:

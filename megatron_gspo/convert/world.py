@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch.distributed as dist
+
+AHEAD_BYTES = 64 * 2**20
 
 
 @contextmanager
@@ -37,6 +39,19 @@ def shares(sizes: Sequence[int]) -> list[int]:
         load[rank] += size
         ranks.append(rank)
     return ranks
+
+
+def ahead[T](work: Sequence[T], prefetch: Callable[[T], int], ahead_bytes: int = AHEAD_BYTES) -> Iterator[T]:
+    """Yields `work` in order, and has the disk read on meanwhile: `prefetch` asks it for a piece and returns its bytes,
+    `ahead_bytes` before its turn."""
+    sizes: list[int] = []
+    asked = done = 0
+    for number, piece in enumerate(work):
+        while len(sizes) < len(work) and (asked - done < ahead_bytes or len(sizes) <= number):
+            sizes.append(prefetch(work[len(sizes)]))
+            asked += sizes[-1]
+        yield piece
+        done += sizes[number]
 
 
 class Progress:

@@ -61,7 +61,7 @@ def load_model(directory: Path, chunks: Sequence[torch.nn.Module], optimizer, sc
     if written != _content(layout):
         raise ValueError(
             f"{directory} was written on layout {written}, this run has {_content(layout)}; resume on the same layout, "
-            "or start a new run from an HF export (policy.hf)"
+            "or start a new run from an HF checkpoint (policy.hf), which tools/megatron_to_hf.py makes of this one"
         )
     state = _sharded_state(chunks, optimizer, scheduler, layout, loading=True)
     loaded = dist_checkpointing.load(state, str(directory))

@@ -79,7 +79,8 @@ def _gather_shards(
     ranks of a group hold equally many parts, of the same shapes in the same order."""
     rank = dist.get_rank()
     parameters = [ours[part.claim.index].parameter for part in parts if rank in part.ranks]
-    flat = torch.cat([parameter.to(dtype).reshape(-1) for parameter in parameters])
+    rows = [parameter.detach().to(dtype).reshape(-1) for parameter in parameters]
+    flat = torch.cat(rows) if len(rows) > 1 else rows[0]
     if rank != sender:
         dist.gather(flat, dst=sender, group=group)
         return {}

@@ -76,12 +76,13 @@ def load_hf(directory: str | Path, binding: Binding, progress: Callable[[int, in
         size_bytes, tensors, conversions = 0, set[str](), Counter[str]()
         for done, bound in enumerate(binding.bound, start=1):
             sources = places[bound.claim.index]
-            shard = torch.empty(bound.parameter.shape, dtype=bound.parameter.dtype)
+            parameter = bound.parameter.detach()
+            shard = parameter if parameter.is_cpu else torch.empty(parameter.shape, dtype=parameter.dtype)
             size_bytes += read_shard(checkpoint, sources, bound, shard)
-            with torch.no_grad():
-                bound.parameter.copy_(shard)
+            if shard is not parameter:
+                parameter.copy_(shard)
             tensors.update(place.tensor.exported[0] for place in sources)
-            conversions.update(_conversion(checkpoint.dtype(sources[0].name), shard.dtype))
+            conversions.update(_conversion(checkpoint.dtype(sources[0].name), parameter.dtype))
             if progress is not None:
                 progress(done, len(binding.bound))
     return LoadReport(len(binding.bound), len(tensors), size_bytes, dict(conversions))

@@ -17,7 +17,7 @@ from megatron_gspo.weights.claims import listing
 from megatron_gspo.weights.forms import Coded, Form, Stored, form_of, logical_names
 from megatron_gspo.weights.rules import Shape
 from megatron_gspo.weights.safetensors_file import SafetensorsFile
-from megatron_gspo.weights.tensor_file import Slices
+from megatron_gspo.weights.tensor_file import Slices, TensorFile
 
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 
@@ -78,6 +78,17 @@ class HFCheckpoint:
         form = self.form(name)
         parts = (form.codes, form.scales) if isinstance(form, Coded) else ()
         return {part.name: part for part in parts} or {name: form}
+
+    def where(self, name: str) -> tuple[str, int]:
+        """File and byte at which the tensor begins: an order that reads files from front to back."""
+        places = [part.place for part in self.parts(name).values() if isinstance(part, TensorFile)]
+        return places[0] if places else ("", 0)
+
+    def prefetch(self, name: str) -> None:
+        """Lets the disk read the tensor while the caller does something else."""
+        for part in self.parts(name).values():
+            if isinstance(part, TensorFile):
+                part.prefetch()
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Opens every file, so that whatever is cut off or misplaced is known before the first tensor is read.
