@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch.nn.functional as F
-
 from megatron_gspo.weights.families.family import HFConfig, need, refuse
 from megatron_gspo.weights.families.rope import Rope, rope_parameters
 
@@ -33,6 +31,8 @@ def decoder(c: HFConfig, **fields: Any) -> dict[str, Any]:
 
     Raises ValueError for features that Megatron would silently lack.
     """
+    import torch.nn.functional as F  # not above: `show` reads families and waits for no torch
+
     refuse(
         c,
         use_sliding_window=(bool(c.get("use_sliding_window")), "SGLang would sample without windows in this family"),

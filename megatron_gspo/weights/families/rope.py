@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:  # families are read by `show` too, which waits for no torch
+    import torch
 
 TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -29,6 +30,8 @@ class Rope:
 
     def frequencies(self) -> tuple[torch.Tensor, float]:
         """[head_dim x rotated / 2] fp32, in radians per position, and the factor on cosines and sines (YaRN's)."""
+        import torch
+
         kind = self.parameters["rope_type"]
         if kind == "default":
             width = int(self.head_dim * self.rotated)
