@@ -49,7 +49,7 @@ class Stored(Form, Protocol):
 
 @dataclass(frozen=True)
 class BlockFP8:
-    """`X` in e4m3 beside `X_scale_inv` in fp32; reads as fp32."""
+    """`X` in e4m3 beside `X_scale_inv` in fp32 or, as Qwen3 is published, 16 bits; reads as fp32."""
 
     codes: Stored
     scales: Stored
@@ -167,9 +167,9 @@ def form_of(name: str, find: Callable[[str], Stored | None], quantization: Mappi
         )
     rows, columns = (quantization or {}).get("weight_block_size", BLOCK)
     expected = scale_shape(stored.shape, (rows, columns)) if len(stored.shape) > 1 else None
-    if scales.shape != expected or scales.dtype != torch.float32:
+    if scales.shape != expected or scales.dtype not in FLOATS:
         raise ValueError(
-            f"{scales.path}: {scales.name} is {scales.dtype} {list(scales.shape)}, expected float32 {expected} for "
+            f"{scales.path}: {scales.name} is {scales.dtype} {list(scales.shape)}, expected floats {expected} for "
             f"{name} {list(stored.shape)} in blocks of {rows} x {columns}"
         )
     return BlockFP8(stored, scales, (rows, columns))

@@ -19,7 +19,10 @@ def kv_heads(c: HFConfig) -> int:
 
 
 def rope(c: HFConfig) -> Rope:
-    return Rope(rope_parameters(c), head_dim(c), need(c, "max_position_embeddings"))
+    parameters = rope_parameters(c)
+    given = parameters.get("attention_factor") is not None
+    refuse({"rope_parameters": parameters}, rope_parameters=(given, "SGLang would sample without attention_factor"))
+    return Rope(parameters, head_dim(c), need(c, "max_position_embeddings"))
 
 
 def tied(c: HFConfig) -> bool:
@@ -39,6 +42,10 @@ def decoder(c: HFConfig, **fields: Any) -> dict[str, Any]:
         layer_types=(
             "window_size" not in fields and bool(set(c.get("layer_types") or ()) - {"full_attention"}),
             "only full_attention layers are built",
+        ),
+        dual_chunk_attention_config=(
+            c.get("dual_chunk_attention_config") is not None,
+            "SGLang would attend in chunks, Megatron does not; up to chunk_size tokens the two agree: remove it there",
         ),
         hidden_act=(c.get("hidden_act", "silu") != "silu", "only silu (SwiGLU) is built"),
         attention_dropout=(bool(c.get("attention_dropout")), "old and new log-probabilities would differ"),

@@ -42,7 +42,7 @@ def architecture(c: HFConfig) -> Architecture:
         kv_channels=head_width(c),
         num_query_groups=heads,
         **latent_rope(c),
-        **mixture(c),
+        **mixture({"n_group": 8, "topk_group": 4, **c}),  # transformers' defaults for this family
     )
     return Architecture(transformer=transformer, rope=None, tied=tied(c), latent_norm_eps=LATENT_EPS)
 
@@ -65,9 +65,10 @@ def latent_rope(c: HFConfig) -> dict[str, Any]:
             kind != "yarn"
             or not p.get("truncate", True)
             or p.get("attention_factor") is not None
+            or p.get("attn_factor") is not None
             or bool(all_dim and not mscale),
-            "MLA has rope_type default or yarn, with truncate, without attention_factor, with mscale_all_dim only "
-            "beside mscale",
+            "MLA has rope_type default or yarn, with truncate, without attention_factor or attn_factor, with "
+            "mscale_all_dim only beside mscale",
         ),
     )
     return {

@@ -30,6 +30,7 @@ def architecture(c: HFConfig) -> Architecture:
     from megatron.core.fusions.fused_bias_geglu import quick_gelu  # the one of two that TransformerConfig knows
 
     layers = range(need(c, "num_hidden_layers"))
+    need(c, "rope_parameters", "rope_scaling")  # transformers would fill in YaRN
     refuse(
         c,
         attention_bias=(
@@ -52,7 +53,8 @@ def architecture(c: HFConfig) -> Architecture:
         **mixture,
         **sliding_windows(c, c.get("layer_types") or alternating),
     )
-    return Architecture(transformer=transformer, rope=rope(c), tied=tied(c))
+    turned = {"rope_theta": 150000.0, **c}  # transformers' default for this family
+    return Architecture(transformer=transformer, rope=rope(turned), tied=tied(c))
 
 
 def rules(c: HFConfig) -> list[Rule]:

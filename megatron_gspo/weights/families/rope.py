@@ -48,18 +48,18 @@ class Rope:
             "rope_parameters": dict(self.parameters),
         }
         frequencies, factor = ROPE_INIT_FUNCTIONS[kind](PreTrainedConfig(**fields), torch.device("cpu"))
+        if kind == "yarn":
+            # Published with DeepSeek-R1-0528-Qwen3-8B. SGLang multiplies by it, transformers does not know it.
+            factor *= self.parameters.get("attn_factor", 1.0)
         return frequencies, float(factor)
 
 
 def rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
     """`rope_parameters` of transformers 5, or the same from `rope_theta`, `rope_scaling` and `partial_rotary_factor` of
     earlier configs. Raises ValueError for a type that is not built."""
-    if hf.get("rope_parameters"):
-        parameters = {"rope_type": "default"} | hf["rope_parameters"]
-    else:
-        scaling = hf.get("rope_scaling") or {}
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
-        parameters = {"rope_theta": hf.get("rope_theta", 10000.0)} | scaling | {"rope_type": kind}
+    given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    kind = given.get("rope_type", given.get("type", "default"))
+    parameters = {"rope_theta": hf.get("rope_theta", 10000.0)} | given | {"rope_type": kind}
     if hf.get("partial_rotary_factor") is not None:
         parameters.setdefault("partial_rotary_factor", hf["partial_rotary_factor"])
     if parameters["rope_type"] not in TYPES:

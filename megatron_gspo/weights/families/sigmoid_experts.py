@@ -89,5 +89,5 @@ def expert_bias(layers: Sequence[int], n: int) -> Rule:
 def further_layers(c: HFConfig) -> tuple[str, ...]:
     """Multi-token-prediction layers stand behind the model's own in the checkpoint. No model holds them."""
     first = need(c, "num_hidden_layers")
-    count = c.get("num_nextn_predict_layers", c.get("num_mtp_layers", 1))
+    count = c.get("num_nextn_predict_layers", c.get("num_mtp_layers", 1)) or 0
     return tuple(rf"model\.layers\.{layer}\..*" for layer in range(first, first + count))

@@ -133,7 +133,13 @@ def test_tensors_of_further_layers_are_carried():
     (pattern,) = family_for(config("deepseek-v3")).carried(config("deepseek-v3"))
     assert re.fullmatch(pattern, "model.layers.61.eh_proj.weight")
     assert not re.fullmatch(pattern, "model.layers.6.mlp.up_proj.weight")
-    assert family_for(config("kimi-k2")).carried(config("kimi-k2")) == ()
+    for none in (config("kimi-k2"), config("deepseek-v3") | {"num_nextn_predict_layers": None}):
+        assert family_for(none).carried(none) == ()
+
+
+def test_groups_of_experts_are_those_of_transformers_where_the_config_does_not_say():
+    c = {key: value for key, value in config("deepseek-v3").items() if key not in ("n_group", "topk_group")}
+    assert family_for(c).architecture(c) == family_for(c).architecture(config("deepseek-v3"))
 
 
 REFUSED = {

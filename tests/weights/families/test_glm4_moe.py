@@ -47,7 +47,7 @@ def model(**shape: Any) -> Glm4MoeForCausalLM:
 def models(tmp_path_factory) -> Checkpoints:
     root = tmp_path_factory.mktemp("glm4_moe")
     return {
-        "4.5": write(root / "4.5", model()),
+        "4.5": write(root / "4.5", model(head_dim=16)),  # more than hidden_size / heads
         "air": write(root / "air", model(use_qk_norm=False, tie_word_embeddings=True, vocab_size=130)),
         "no bias": write(root / "no bias", model(attention_bias=False, first_k_dense_replace=0, n_shared_experts=2)),
     }

@@ -158,6 +158,7 @@ def test_layers_alternate_where_the_config_does_not_say():
         ({"swiglu_alpha": 1.0}, r"swiglu_alpha: Megatron's quick_gelu has 1\.702 .*1\.0"),
         ({"layer_types": ["chunked_attention"] * 24}, "layer_types: only full_attention and sliding_attention"),
         ({"sliding_window": None}, "must set sliding_window"),
+        ({"rope_scaling": None}, "must set rope_parameters or rope_scaling"),
     ],
 )
 def test_what_megatron_lacks_is_refused(change: dict, message: str):

@@ -28,7 +28,7 @@ LLAMA3 = {
 def models(tmp_path_factory) -> Checkpoints:
     root = tmp_path_factory.mktemp("hf")
     torch.manual_seed(0)
-    llama2 = LlamaConfig(**SHAPE | {"num_key_value_heads": 4})
+    llama2 = LlamaConfig(**SHAPE | {"num_key_value_heads": 4, "head_dim": 12})  # no hidden_size / heads
     llama31 = LlamaConfig(**SHAPE | {"rope_parameters": LLAMA3})
     llama32 = LlamaConfig(**SHAPE | {"rope_parameters": LLAMA3, "tie_word_embeddings": True})
     return {

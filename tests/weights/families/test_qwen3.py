@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Qwen3ForCausalLM
 
+from megatron_gspo.weights.families import FAMILIES, qwen3
+from megatron_gspo.weights.rules import Copy
+from tests.weights.families.published import assert_tensors_of, num_parameters
 from tests.weights.models import write_checkpoint
 from tests.weights.parity import Checkpoints, assert_parity, case
 
@@ -15,7 +20,7 @@ from tests.weights.parity import Checkpoints, assert_parity, case
 def models(tmp_path_factory) -> Checkpoints:
     root = tmp_path_factory.mktemp("hf")
     specs: dict[str, dict[str, Any]] = {
-        "dense": dict(moe=False, tie_word_embeddings=False),
+        "dense": dict(moe=False, tie_word_embeddings=False, head_dim=16),  # more than hidden_size / heads
         "dense_tied": dict(moe=False, tie_word_embeddings=True, vocab_size=130),
         "moe": dict(moe=True, tie_word_embeddings=False),
         "moe_tied": dict(moe=True, tie_word_embeddings=True),
@@ -65,3 +70,25 @@ WORLDS = {
 @pytest.mark.parametrize("size", WORLDS)
 def test_every_layout(size: int, models: Checkpoints, tmp_path: Path):
     assert_parity(size, WORLDS[size], models, tmp_path)
+
+
+def test_swapped_norms_of_queries_and_keys_show(models: Checkpoints, tmp_path: Path, monkeypatch):
+    def swapped(c):
+        for rule in rules(c):
+            (name, *_), other = rule.megatron, {"q_layernorm": "k_layernorm", "k_layernorm": "q_layernorm"}
+            block, _, norm = name.rpartition("self_attention.")
+            kind = norm.removesuffix(".weight")
+            if isinstance(rule, Copy) and kind in other:
+                rule = replace(rule, megatron=(f"{block}self_attention.{other[kind]}.weight",))
+            yield rule
+
+    rules = qwen3.FAMILY.rules
+    monkeypatch.setitem(FAMILIES, "qwen3", replace(qwen3.FAMILY, rules=lambda c: list(swapped(c))))
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_parity(1, [case("dense")], models, tmp_path)
+
+
+def test_published_models():
+    assert num_parameters("deepseek-r1-0528-qwen3-8b") == 8_190_735_360
+    assert num_parameters("qwen3-30b-a3b") == 30_532_122_624
+    assert_tensors_of("deepseek-r1-0528-qwen3-8b", Qwen3ForCausalLM)
