@@ -166,7 +166,8 @@ def _places(checkpoint: HFCheckpoint, binding: Binding) -> list[tuple[Place, ...
     if any(problems.values()):
         found = "; ".join(f"tensors {kind}: {listing(names)}" for kind, names in problems.items() if names)
         raise ValueError(
-            f"{checkpoint.directory} does not match its config.json (model_type {binding.family.model_type}): {found}"
+            f"{checkpoint.directory} does not match its config.json (model_type {binding.family.model_type}): {found}. "
+            "Take weights and config.json from one folder of a causal language model"
         )
     return places
 

@@ -46,3 +46,9 @@ def test_windows_are_refused():
     c = config("qwen2.5-7b") | {"use_sliding_window": True}
     with pytest.raises(ValueError, match="HF config, use_sliding_window: SGLang would sample without windows"):
         family_for(c).architecture(c)
+
+
+def test_attention_in_chunks_is_refused():
+    c = config("qwen2.5-7b") | {"dual_chunk_attention_config": {"chunk_size": 262144}}
+    with pytest.raises(ValueError, match="dual_chunk_attention_config: SGLang would attend in chunks"):
+        family_for(c).architecture(c)
