@@ -131,10 +131,10 @@ def _unknown(path: str, name: str, section: type, prefix: str, value: Any) -> Pr
         reason = f"the {variants.what} '{valid[variants.selector].default}' does not use this key"
         return Problem(key=path, value=value, reason=reason, hint=f"its keys: {', '.join(valid)}")
     close = difflib.get_close_matches(name, valid, n=1)
-    if close:
-        hint = f"did you mean {join(prefix, close[0])}?"
-    elif elsewhere:
+    if elsewhere:
         hint = f"did you mean {' or '.join(elsewhere)}?"
+    elif close:
+        hint = f"did you mean {join(prefix, close[0])}?"
     else:
         hint = f"valid: {', '.join(valid)}"
     return Problem(key=path, value=value, reason="no such key", hint=hint)

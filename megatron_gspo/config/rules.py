@@ -12,7 +12,16 @@ from megatron_gspo.config.correction import CorrectionConfig, Level
 from megatron_gspo.config.objectives import Divergence, DppoConfig, PolicyObjective, PpoConfig
 from megatron_gspo.config.problem import Problem, divisors, show
 from megatron_gspo.config.reflect import keys, leaves, value_at
-from megatron_gspo.config.schema import CriticConfig, Engine, Recipe, RewardConfig, RolloutConfig, Schedule, Transport
+from megatron_gspo.config.schema import (
+    CriticConfig,
+    Engine,
+    Mtp,
+    Recipe,
+    RewardConfig,
+    RolloutConfig,
+    Schedule,
+    Transport,
+)
 
 # Sections that only some objectives use; `ObjectiveConfig.sections` says which.
 OPTIONAL_SECTIONS = {
@@ -163,6 +172,18 @@ def pipeline(recipe: Recipe) -> Iterator[Problem]:
     yield from _unused(recipe, "policy.layout.pipeline_layout", "policy.layout.pp is 1, so that there is one stage")
 
 
+def mtp(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.policy.mtp is not Mtp.carry:
+        return
+    path, name = "policy.layout.pipeline_layout", "mtp_loss_scaling_factor"
+    if "m" in (recipe.policy.layout.pipeline_layout or ""):
+        yield _refuse(recipe, path, "has stages for multi-token-prediction layers (m), and policy.mtp is carry")
+    if name in recipe.policy.megatron:
+        reason = "has no effect: policy.mtp is carry, so that no multi-token-prediction layer trains"
+        value, hint = recipe.policy.megatron[name], "remove it, or set policy.mtp: train"
+        yield Problem(key=f"policy.megatron.{name}", value=value, reason=reason, hint=hint)
+
+
 def schedule(recipe: Recipe) -> Iterator[Problem]:
     section, path = recipe.policy.optimizer, "policy.optimizer"
     total = recipe.run.steps * recipe.batch.mini_batches
@@ -291,6 +312,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     routing_changes,
     micro_batch_room,
     pipeline,
+    mtp,
     schedule,
     critic,
     engine,

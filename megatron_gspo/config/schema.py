@@ -23,6 +23,14 @@ class Dtype(StrEnum):
     fp32 = "fp32"
 
 
+class Mtp(StrEnum):
+    """Multi-token-prediction layers of the checkpoint (DeepSeek-V3, GLM-4.5): `carry` builds none and hands their
+    tensors on bit for bit; `train` lets them learn the policy's responses, and never moves the policy by it."""
+
+    carry = "carry"
+    train = "train"
+
+
 class Schedule(StrEnum):
     """Learning-rate decay after the warm-up (Megatron's OptimizerParamScheduler)."""
 
@@ -103,6 +111,11 @@ class PolicyConfig:
     hf: str = key("directory of the HF checkpoint that training starts from (config, tokenizer, safetensors)")
     dtype: Dtype = key("parameter and activation dtype", Dtype.bf16)
     layout: LayoutConfig = key("parallel layout", factory=LayoutConfig)
+    mtp: Mtp = key(
+        "multi-token-prediction layers of the checkpoint: left as they are, or trained on the response tokens beside "
+        "the policy; policy.megatron.mtp_loss_scaling_factor (0.1) weighs their loss",
+        Mtp.carry,
+    )
     optimizer: OptimizerSection = key("optimizer and learning-rate schedule", factory=OptimizerSection)
     megatron: dict[str, Any] = key("any field of Megatron's TransformerConfig that is not derived", factory=dict)
     ddp: dict[str, Any] = key("any field of Megatron's DistributedDataParallelConfig that is not derived", factory=dict)

@@ -51,7 +51,7 @@ def side(directory: Path, hf: Path | None = None) -> Iterator[Side]:
             origin = hf_folder(directory, hf)
             hf_config = read_json(origin / CONFIG, "an object")
             checkpoint = stack.enter_context(MegatronCheckpoint(directory))
-            model, carried = skeleton(hf_config), None
+            model, carried = skeleton(hf_config, checkpoint.tensors), None
             if (origin / CARRIED).exists():
                 carried = stack.enter_context(HFCheckpoint(origin, single=CARRIED))
             yield _MegatronSide(directory, hf_config, checkpoint, model, carried)

@@ -6,7 +6,7 @@ stored. No layout is special to the format, so what is written from it loads int
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 from torch.overrides import TorchFunctionMode
 
-from megatron_gspo.config.schema import Dtype, LayoutConfig, OptimizerSection, PolicyConfig
+from megatron_gspo.config.schema import Dtype, LayoutConfig, Mtp, OptimizerSection, PolicyConfig
 from megatron_gspo.policy.layout import Layout, init_layout
 from megatron_gspo.policy.model import build_model
 from megatron_gspo.weights.bind import Binding, Bound, bind
@@ -76,11 +76,16 @@ class _NoNumbers(TorchFunctionMode):
 
 @contextmanager
 def built(
-    hf_config: Mapping[str, Any], layout_config: LayoutConfig, dtype: Dtype = Dtype.bf16, *, numbers: bool = False
+    hf_config: Mapping[str, Any],
+    layout_config: LayoutConfig,
+    dtype: Dtype = Dtype.bf16,
+    *,
+    numbers: bool = False,
+    mtp: Mtp = Mtp.carry,
 ) -> Iterator[tuple[Any, Layout]]:
     """(model, layout) on this rank of the default process group, whose groups end with the block. Without `numbers` the
     parameters take no memory; with them they are random."""
-    policy = PolicyConfig(hf="", dtype=dtype, layout=layout_config, optimizer=OptimizerSection(lr=0.0))
+    policy = PolicyConfig(hf="", dtype=dtype, layout=layout_config, optimizer=OptimizerSection(lr=0.0), mtp=mtp)
     layout = init_layout(layout_config)
     try:
         with nullcontext() if numbers else _NoNumbers():
@@ -90,13 +95,16 @@ def built(
         parallel_state.destroy_model_parallel()
 
 
-def skeleton(hf_config: Mapping[str, Any]) -> Skeleton:
+def skeleton(hf_config: Mapping[str, Any], keys: Iterable[str] = ()) -> Skeleton:
     """The whole model of config.json. Every rank of the world describes all of it.
+
+    keys: of the checkpoint's tensors; multi-token-prediction layers that trained are among them.
 
     Raises ValueError for a family that is not supported, and naming parameters that no rule claims or that the
     checkpoint would not store exactly once.
     """
-    with built(hf_config, LayoutConfig()) as (model, layout):
+    mtp = Mtp.train if any(key.startswith("mtp.") for key in keys) else Mtp.carry
+    with built(hf_config, LayoutConfig(), mtp=mtp) as (model, layout):
         binding = bind(model.chunks, hf_config, layout.pgs)
         (chunk,) = model.chunks
         state = chunk.sharded_state_dict(metadata={"dp_cp_group": layout.pgs.dp_cp, "singleton_local_shards": False})

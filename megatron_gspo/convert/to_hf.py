@@ -78,7 +78,7 @@ def megatron_to_hf(
         MegatronCheckpoint(source) as checkpoint,
         HFCheckpoint(origin, single=single) as carried,
     ):
-        model = skeleton(hf_config)
+        model = skeleton(hf_config, checkpoint.tensors)
         lots = _lots(items_of(sources_of(checkpoint, model), DTYPES[dtype], fp8=dtype == "fp8"), shard_bytes)
         sizes = [sum(item.size_bytes for item in lot) for lot in lots]
         owners, rank = shares(sizes), dist.get_rank()
@@ -176,9 +176,10 @@ def _specs(source: Source, dtype: torch.dtype | None, fp8: bool) -> tuple[Spec, 
 
 
 def _is_linear(entry: Entry, name: str, shape: Shape) -> bool:
-    """Whether HF's FP8 checkpoints quantise it: matrices, but for embeddings, output layer and what routes."""
+    """Whether HF's FP8 checkpoints quantise it: matrices, but for embeddings, output layer, what routes and
+    what multi-token-prediction layers begin with."""
     megatron = entry.bound.name
-    routes = ".router." in megatron or "gate_weight" in megatron
+    routes = ".router." in megatron or "gate_weight" in megatron or ".eh_proj." in megatron
     is_vocab = isinstance(entry.bound.claim.rule, Vocab)
     return len(shape) == 2 and name.endswith(".weight") and not is_vocab and not routes
 

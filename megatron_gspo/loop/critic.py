@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_gspo.batch.shard import MicroBatch
-from megatron_gspo.config import PolicyConfig, Recipe
+from megatron_gspo.config import Mtp, PolicyConfig, Recipe
 from megatron_gspo.loop.cut import Cut
 from megatron_gspo.objective import Metric, ValueTokens, value_loss
 from megatron_gspo.policy.layout import Layout
@@ -63,7 +63,7 @@ def critic_policy(recipe: Recipe) -> PolicyConfig:
     assert recipe.critic is not None
     policy = recipe.policy
     optimizer = policy.optimizer if recipe.critic.lr is None else replace(policy.optimizer, lr=recipe.critic.lr)
-    return replace(policy, hf=recipe.critic.hf or policy.hf, optimizer=optimizer)
+    return replace(policy, hf=recipe.critic.hf or policy.hf, optimizer=optimizer, mtp=Mtp.carry)
 
 
 def make_value_loss(

@@ -28,8 +28,11 @@ class Cut:
     num_tokens: int  # prompt and response tokens of the mini-batch, over all ranks
 
 
-def make_plan(index: TrajectoryIndex, config: BatchConfig, layout: Layout, hf_config: dict[str, Any]) -> Plan:
-    """The batch's packing plan: the same on every rank, since it follows from lengths alone."""
+def make_plan(
+    index: TrajectoryIndex, config: BatchConfig, layout: Layout, hf_config: dict[str, Any], num_further: int = 0
+) -> Plan:
+    """The batch's packing plan: the same on every rank, since it follows from lengths alone. `num_further`: of
+    multi-token-prediction layers that train."""
     return plan_batch(
         index.lens,
         index.group,
@@ -39,7 +42,7 @@ def make_plan(index: TrajectoryIndex, config: BatchConfig, layout: Layout, hf_co
         cp=layout.cp,
         length_multiple=2 * layout.cp * layout.tp,
         micro_batch_multiple=layout.pp if layout.vpp > 1 else 1,
-        attention_cost=attention_cost(hf_config),
+        attention_cost=attention_cost(hf_config, num_further),
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_gspo.config import PolicyObjective, Recipe
+from dataclasses import replace
+
+from megatron_gspo.config import Mtp, PolicyObjective, Recipe
 from megatron_gspo.policy.layout import Layout
 from megatron_gspo.policy.model import build_model, check_vocabulary, freeze, read_hf_config
 from megatron_gspo.policy.step import Stepper
@@ -26,6 +28,6 @@ def build_reference(recipe: Recipe, layout: Layout) -> Stepper | None:
         directory, key = objective.kl.reference, "objective.kl.reference"
     hf_config = read_hf_config(directory, key)
     check_vocabulary(hf_config, key, recipe.policy.hf)
-    model = build_model(hf_config, recipe.policy, layout)
+    model = build_model(hf_config, replace(recipe.policy, mtp=Mtp.carry), layout)
     load_hf(directory, bind(model.chunks, hf_config, layout.pgs))
     return Stepper(model, freeze(model), layout, recipe.rollout.temperature)

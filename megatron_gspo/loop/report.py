@@ -19,7 +19,12 @@ from megatron_gspo.observe import MetricsLog, Phases, Progress, summary_table
 from megatron_gspo.policy.layout import Layout
 
 # Metrics of the policy rather than of its objective, by the names that diagnostics give them.
-_POLICY = {"entropy": "entropy", "rollout_gap": "logp_diff", "rollout_gap_max": "logp_diff_max"}
+_POLICY = {
+    "entropy": "entropy",
+    "rollout_gap": "logp_diff",
+    "rollout_gap_max": "logp_diff_max",
+    "mtp_nll": "mtp_nll",
+}
 
 
 class StepReport:

@@ -100,7 +100,9 @@ def _step(run: Run, state: RunState, saved: Mapping[str, Tensor]) -> tuple[RunSt
     if batch is None:
         return state, saved
     with span("pack"):
-        plan = make_plan(batch.index, run.recipe.batch, run.layout, run.stepper.model.hf_config)
+        model = run.stepper.model
+        further = model.config.mtp_num_layers or 0
+        plan = make_plan(batch.index, run.recipe.batch, run.layout, model.hf_config, further)
         cuts = cut_batch(batch, plan, run.layout, run.device)
     with span("score"):
         scores = _scores(run, state, cuts, batch, saved)

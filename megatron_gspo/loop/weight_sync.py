@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_gspo.config import Dtype, Engine, Recipe, Transport
+from megatron_gspo.config import Dtype, Engine, Mtp, Recipe, Transport
 from megatron_gspo.config.replay import idle_in_replay
 from megatron_gspo.loop.probe import probe_tokens, score_probe
 from megatron_gspo.loop.report import StepReport
@@ -71,12 +71,14 @@ def make_weight_sync(
     if not urls:
         return NO_SERVER
     config = recipe.rollout.sync
+    if recipe.policy.mtp is Mtp.train:
+        report.say("multi-token-prediction layers train, and are not sent to servers: only checkpoints have them")
     servers = Servers(urls, config.timeout_s)
     transport: DistributedTransport | DiskTransport
     if config.transport is Transport.distributed:
         transport = DistributedTransport(
             servers,
-            buckets(export, config.bucket_mb * MIB),
+            buckets(export.served(), config.bucket_mb * MIB),
             gather,
             expected=checkpoint_shapes(recipe.policy.hf, export.binding),
             backend="nccl" if device.type == "cuda" else "gloo",

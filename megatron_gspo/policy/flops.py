@@ -8,21 +8,27 @@ from typing import Any
 from megatron_gspo.weights.families import family_for
 
 
-def active_parameters(hf_config: dict[str, Any]) -> int:
-    """Parameters that a token multiplies with: without the embedding, with the output layer."""
+def active_parameters(hf_config: dict[str, Any], num_further: int = 0) -> int:
+    """Parameters that a token multiplies with: without the embedding, with the output layer.
+
+    num_further: of multi-token-prediction layers that train, each a sparse layer behind a projection, with the output
+    layer once more.
+    """
     architecture = family_for(hf_config).architecture(hf_config)
     model, sparse = architecture.transformer, len(architecture.sparse_layers)
-    hidden, layers = model["hidden_size"], model["num_layers"]
+    hidden, dense = model["hidden_size"], model["num_layers"] - sparse
+    layers, sparse = model["num_layers"] + num_further, sparse + num_further
     matrices = 3 if model["gated_linear_unit"] else 2
-    mlp = (layers - sparse) * matrices * hidden * model["ffn_hidden_size"]
+    mlp = dense * matrices * hidden * model["ffn_hidden_size"]
     if sparse:
         width = model["moe_ffn_hidden_size"] * model["moe_router_topk"]
         width += model.get("moe_shared_expert_intermediate_size") or 0
         mlp += sparse * hidden * (matrices * width + model["num_moe_experts"])
-    return layers * _attention_parameters(model) + mlp + hidden * hf_config["vocab_size"]
+    heads = (1 + num_further) * hidden * hf_config["vocab_size"]
+    return layers * _attention_parameters(model) + mlp + heads + num_further * 2 * hidden * hidden
 
 
-def attention_cost(hf_config: dict[str, Any]) -> float:
+def attention_cost(hf_config: dict[str, Any], num_further: int = 0) -> float:
     """Attention FLOPs of a sequence of length L are this x L^2, in units of one token's FLOPs in all other layers.
 
     Causal: L^2 / 2 pairs, a product of 2 x width x heads each with keys and one with values, against 2 x active
@@ -30,8 +36,8 @@ def attention_cost(hf_config: dict[str, Any]) -> float:
     """
     model = family_for(hf_config).architecture(hf_config).transformer
     qk, v = _widths(model)
-    layers = model["num_layers"] - sum(model.get("window_attn_skip_freq", ()))
-    return layers * model["num_attention_heads"] * (qk + v) / 2 / active_parameters(hf_config)
+    layers = model["num_layers"] + num_further - sum(model.get("window_attn_skip_freq", ()))
+    return layers * model["num_attention_heads"] * (qk + v) / 2 / active_parameters(hf_config, num_further)
 
 
 def _widths(model: Mapping[str, Any]) -> tuple[int, int]:

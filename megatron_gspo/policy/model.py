@@ -22,8 +22,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
-from megatron_gspo.config.schema import PolicyConfig
-from megatron_gspo.policy import router_loss
+from megatron_gspo.config.schema import Mtp, PolicyConfig
+from megatron_gspo.policy import mtp, router_loss
 from megatron_gspo.policy.all_heads_norm import norm_all_heads
 from megatron_gspo.policy.cpu import on_gpu
 from megatron_gspo.policy.expert_bias import freeze_expert_bias, half_precision
@@ -76,14 +76,18 @@ def build_model(hf_config: dict[str, Any], policy: PolicyConfig, layout: Layout)
     """
     router_loss.install()
     architecture = family_for(hf_config).architecture(hf_config)
-    config = transformer_config(architecture, policy, layout)
+    further = family_for(hf_config).trained_further(hf_config) if policy.mtp is Mtp.train else range(0)
+    config = transformer_config(architecture, policy, layout, num_further=len(further))
+    if further:
+        mtp.install()
     padded = padded_vocab_size(hf_config["vocab_size"], layout.tp)
     chunks = []
     for chunk in range(layout.vpp):
         vp_stage = chunk if layout.vpp > 1 else None
+        spec = layer_spec(config, architecture, layout, vp_stage)
         model = GPTModel(
             config,
-            layer_spec(config, architecture, layout, vp_stage),
+            spec,
             vocab_size=padded,
             max_sequence_length=hf_config["max_position_embeddings"],
             share_embeddings_and_output_weights=architecture.tied,
@@ -93,6 +97,7 @@ def build_model(hf_config: dict[str, Any], policy: PolicyConfig, layout: Layout)
             parallel_output=True,
             vp_stage=vp_stage,
             pg_collection=layout.pgs,
+            mtp_block_spec=mtp.block_spec(config, spec, vp_stage) if further else None,
         )
         if architecture.rope is not None:
             install_rotary(model, architecture.rope)

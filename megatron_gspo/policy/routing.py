@@ -25,7 +25,8 @@ class _Pass(Enum):
 
 
 class RoutingWatch:
-    """Watches every router of one rank's chunks; a change counts where the token's label trains, padding never.
+    """Watches every router of one rank's chunks, but for those of multi-token-prediction layers; a change counts where
+    the token's label trains, padding never.
 
     A trained token is the place that predicts it: the place whose log-probability is in the ratio. With sequence
     parallelism a router sees this rank's part of the places, so that all ranks together see each place of each layer
@@ -41,7 +42,7 @@ class RoutingWatch:
         self._slots: list[Tensor] = []  # [2] int64: slots whose expert changed, slots
         for chunk in chunks:
             for module in chunk.modules():
-                if isinstance(module, TopKRouter):
+                if isinstance(module, TopKRouter) and not module.is_mtp_layer:
                     module.register_forward_hook(self._see)
 
     @contextmanager

@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_gspo.batch.shard import MicroBatch
+from megatron_gspo.policy import mtp
 from megatron_gspo.policy.layout import Layout
 from megatron_gspo.policy.logprob import LogprobContext, logprob_output_processor
 from megatron_gspo.policy.model import Model, stage_padding_mask
@@ -73,7 +74,7 @@ class Runner:
             # tensor each time, in the shape of its own default, which a model that only scores gives.
             return torch.full((1,), 1.0 / max(num_tokens, 1))
 
-        self.model.config.moe_grad_scale_func = self.model.config.mtp_grad_scale_func = router_scale
+        self.model.config.moe_grad_scale_func = router_scale
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         return self._run(head, micro_batches, loss, forward_only=False)
@@ -131,8 +132,24 @@ class Stepper(Runner):
         return [(logp, entropy) for logp, entropy in scored]
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss_fn: LossFn, num_tokens: int) -> list[dict]:
-        """Accumulate the gradient of `loss_fn` over a mini-batch; see `Runner.forward_backward_with`."""
-        return self.forward_backward_with(self._head(self.temperature), micro_batches, loss_fn, num_tokens)
+        """Accumulate the gradient of `loss_fn` over a mini-batch; see `Runner.forward_backward_with`.
+
+        Multi-token-prediction layers, where the model has them, get that of their own loss.
+        """
+        config, head = self.model.config, self._head(self.temperature)
+        if not config.mtp_num_layers:
+            return self.forward_backward_with(head, micro_batches, loss_fn, num_tokens)
+        assert config.mtp_loss_scaling_factor is not None
+        trained = mtp.count_trained(micro_batches, self.layout.pgs.dp_cp)
+        loss_fn = mtp.with_further(loss_fn, config.mtp_loss_scaling_factor, trained)
+        return self.forward_backward_with(self._with_further(head), micro_batches, loss_fn, num_tokens)
+
+    def _with_further(self, head: Head) -> Head:
+        def with_further(micro_batch: MicroBatch) -> tuple[Callable[..., Tensor], mtp.FurtherContext]:
+            _, context = head(micro_batch)
+            return mtp.further_output_processor, mtp.FurtherContext(context, micro_batch.loss_mask, self.layout.pgs.cp)
+
+        return with_further
 
     def _head(self, temperature: float) -> Head:
         def head(micro_batch: MicroBatch) -> tuple[Callable[..., Tensor], LogprobContext]:
@@ -155,13 +172,15 @@ def apply_gradients(optimizer, scheduler, *, skip_non_finite: bool, what: str) -
     lr = optimizer.param_groups[0]["lr"]
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
-    if not math.isfinite(norm):
+    # Multi-token-prediction layers: Megatron leaves their gradients out of the norm and clips them by one of their own.
+    others = optimizer._compute_grad_norms_by_group().values()
+    if not all(math.isfinite(x) for x in (norm, *others)):
         if skip_non_finite:
             optimizer.zero_grad()
             return norm, lr, False
         raise NonFiniteGradient(
-            f"gradient norm of the {what} is {norm}; none of its parameters was changed. The batch is in the run "
-            "folder under rollouts/; set run.on_non_finite: skip to drop such steps"
+            f"gradient norm of the {what} is {', '.join(map(str, (norm, *others)))}; none of its parameters was "
+            "changed. The batch is in the run folder under rollouts/; set run.on_non_finite: skip to drop such steps"
         )
     applied, norm, _ = optimizer.step()
     scheduler.step(increment=1)

@@ -6,10 +6,13 @@ Three kinds of fields. Derived ones follow from the HF config, the layout or the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_gspo.config.schema import Dtype, PolicyConfig
@@ -21,14 +24,18 @@ from megatron_gspo.weights.families.family import Architecture
 TORCH_DTYPE = {Dtype.bf16: torch.bfloat16, Dtype.fp32: torch.float32}
 
 
-def transformer_config(architecture: Architecture, policy: PolicyConfig, layout: Layout) -> TransformerConfig:
-    """The configuration of one rank's model chunks. Raises ValueError for refused overrides."""
+def transformer_config(
+    architecture: Architecture, policy: PolicyConfig, layout: Layout, *, num_further: int = 0
+) -> TransformerConfig:
+    """The configuration of one rank's model chunks, `num_further` multi-token-prediction layers among them. Raises
+    ValueError for refused overrides."""
     model = dict(architecture.transformer)
     derived = {
         "it follows from the HF config": model,
-        "set it through policy.layout": _parallelism(layout),
+        "set it through policy.layout": _parallelism(layout, num_further),
         "set it through policy.dtype": _precision(policy.dtype),
         "the training step needs it so": _training_step(),
+        "set it through policy.mtp": _further(num_further, layout),
     }
     if not on_gpu():
         derived["the CPU path needs it so"] = _cpu()
@@ -59,12 +66,15 @@ def transformer_config(architecture: Architecture, policy: PolicyConfig, layout:
     return config
 
 
-def _parallelism(layout: Layout) -> dict[str, Any]:
+def _parallelism(layout: Layout, num_further: int) -> dict[str, Any]:
+    stages = layout.pipeline_layout
+    if stages and not num_further:  # of a critic or a reference policy beside a policy that has such layers
+        stages = re.sub(r"m(\*\d+)?", "", stages)
     return {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
-        "pipeline_model_parallel_layout": layout.pipeline_layout,
+        "pipeline_model_parallel_layout": stages,
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
@@ -88,6 +98,24 @@ def _training_step() -> dict[str, Any]:
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "deallocate_pipeline_outputs": True,
+    }
+
+
+def _further(count: int, layout: Layout) -> dict[str, Any]:
+    """Multi-token-prediction layers behind the decoder's last layer, on its stage: they are built like it."""
+    if count and layout.pipeline_layout:
+        *earlier, last = PipelineParallelLayerLayout.parse_str_to_list(layout.pipeline_layout)
+        kinds = [kind.name for kind in last]
+        if kinds.count("mtp") != count or "decoder" not in kinds or any(LayerType.mtp in stage for stage in earlier):
+            raise ValueError(
+                f"policy.layout.pipeline_layout: {layout.pipeline_layout!r} must put {count} multi-token-prediction "
+                f"layers (m, policy.mtp: train) behind a layer of the last stage: it ends in 't{'m' * count}L'"
+            )
+    return {
+        "mtp_num_layers": count or None,
+        "mtp_detach_heads": bool(count),
+        "mtp_use_repeated_layer": False,
+        "mtp_standalone": False,
     }
 
 
@@ -160,11 +188,10 @@ _REFUSED = {
     "num_layers_in_last_pipeline_stage": "describe uneven stages by policy.layout.pipeline_layout",
     "account_for_embedding_in_pipeline_split": "describe uneven stages by policy.layout.pipeline_layout",
     "account_for_loss_in_pipeline_split": "describe uneven stages by policy.layout.pipeline_layout",
-    "mtp_num_layers": "Megatron would train the MTP heads on every token of the policy's own samples",
     "finalize_model_grads_func": "the training step sets it",
     "grad_scale_func": "the training step sets it",
     "moe_grad_scale_func": "the training step sets it",
-    "mtp_grad_scale_func": "the training step sets it",
+    "mtp_grad_scale_func": "the loss of multi-token-prediction layers is not Megatron's",
     "no_sync_func": "the training step sets it",
     "grad_sync_func": "the training step sets it",
     "param_sync_func": "the training step sets it",

@@ -39,13 +39,15 @@ class Bound:
 
 @dataclass(frozen=True, eq=False)
 class Binding:
-    """`claims` of the whole model, the same on every rank, and the parameters `bound` on this one."""
+    """`claims` of the whole model, the same on every rank, and the parameters `bound` on this one. `carried`: regular
+    expressions of the HF tensors that no model holds and exports hand on."""
 
     family: Family
     hf_config: HFConfig
     claims: tuple[Claim, ...]
     bound: tuple[Bound, ...]
     pgs: ProcessGroupCollection
+    carried: tuple[str, ...]
 
 
 def bind(
@@ -57,18 +59,20 @@ def bind(
     fresh: names of Megatron parameters that no HF tensor holds, such as a value head in the place of the output layer.
     They stay unbound; an HF tensor that a rule has for them is known to `load_hf`, and not read.
     Layers get their global numbers from `layer_number`, experts theirs from the EP rank, so uneven and virtual
-    pipelines need nothing more. Raises ValueError naming the parameters that no rule or several rules claim, the HF
+    pipelines need nothing more. Multi-token-prediction layers are bound where the model was built with them, and
+    carried where it was not. Raises ValueError naming the parameters that no rule or several rules claim, the HF
     tensors that several rules claim or that this rank's layers ought to hold and do not, and shapes that disagree with
     config.json.
     """
     family = family_for(hf_config)
-    claims = claims_of(family.rules(hf_config))
+    further = bool(chunks[0].config.mtp_num_layers)
+    claims = claims_of(family.all_rules(hf_config) if further else family.rules(hf_config))
     book = _Book(claims)
     ep_rank, ep_size = pgs.ep.rank(), pgs.ep.size()
     bound: list[Bound] = []
     problems: dict[str, list[str]] = defaultdict(list)
     for chunk in chunks:
-        layer_numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+        layer_numbers = _layer_numbers(chunk)
         for name, parameter in _state(chunk):
             if name in fresh:
                 continue
@@ -77,6 +81,8 @@ def bind(
                 problems["that no rule claims" if not found else "that several rules claim"].append(name)
                 continue
             claim, is_copy = found[0]
+            # The last stage has multi-token-prediction layers read an embedding of its own.
+            is_copy |= name.startswith("embedding.") and not chunk.pre_process
             group = pgs.expt_tp if claim.is_expert else pgs.tp
             bound.append(Bound(claim, name, parameter, is_copy, group.rank(), group.size()))
     if problems:
@@ -84,7 +90,15 @@ def bind(
         raise ValueError(f"model_type {family.model_type}: {kinds}. Every parameter needs exactly one rule")
     _check_shapes(bound)
     _check_complete(claims, bound, chunks, ep_rank, ep_size)
-    return Binding(family, hf_config, claims, tuple(bound), pgs)
+    return Binding(family, hf_config, claims, tuple(bound), pgs, () if further else family.carried(hf_config))
+
+
+def _layer_numbers(chunk: GPTModel) -> dict[str, list[int]]:
+    """Global numbers of the chunk's layers, by the module that holds them."""
+    numbers = {"decoder": [layer.layer_number - 1 for layer in chunk.decoder.layers]}
+    if chunk.mtp_process:
+        numbers["mtp"] = [chunk.config.num_layers + layer.layer_number - 1 for layer in chunk.mtp.layers]
+    return numbers
 
 
 def _state(chunk: GPTModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -109,14 +123,16 @@ class _Book:
                     self._experts[template] = claim.rule.experts or 0
         self._patterns = {template: _pattern(template) for template in self._experts}
 
-    def find(self, name: str, layer_numbers: Sequence[int], ep_rank: int, ep_size: int) -> list[tuple[Claim, bool]]:
+    def find(
+        self, name: str, layer_numbers: Mapping[str, Sequence[int]], ep_rank: int, ep_size: int
+    ) -> list[tuple[Claim, bool]]:
         found = []
         for template, pattern in self._patterns.items():
             match = pattern.fullmatch(name)
             if match is None:
                 continue
             numbers = {key: int(value) for key, value in match.groupdict().items()}
-            layer = layer_numbers[numbers["layer"]] if "layer" in numbers else None
+            layer = layer_numbers[name.partition(".")[0]][numbers["layer"]] if "layer" in numbers else None
             expert = None
             if "expert" in numbers:
                 expert = ep_rank * (self._experts[template] // ep_size) + numbers["expert"]
@@ -149,7 +165,7 @@ def _check_shapes(bound: Sequence[Bound]) -> None:
 def _check_complete(
     claims: Sequence[Claim], bound: Sequence[Bound], chunks: Sequence[GPTModel], ep_rank: int, ep_size: int
 ) -> None:
-    layers = {layer.layer_number - 1 for chunk in chunks for layer in chunk.decoder.layers}
+    layers = {layer for chunk in chunks for numbers in _layer_numbers(chunk).values() for layer in numbers}
     held: dict[int, list[str]] = defaultdict(list)
     for entry in bound:
         if not entry.is_copy:

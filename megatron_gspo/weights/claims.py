@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from megatron_gspo.weights.rules import HFTensor, Rule
+from megatron_gspo.weights.rules import FURTHER, HFTensor, Rule
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,11 @@ class Claim:
     layer: int | None
     expert: int | None
     hf: tuple[HFTensor, ...]
+
+    @property
+    def is_further(self) -> bool:
+        """Whether it is of a multi-token-prediction layer."""
+        return self.rule.megatron[0].startswith(FURTHER)
 
     @property
     def is_expert(self) -> bool:

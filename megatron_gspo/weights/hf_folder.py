@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,11 +54,14 @@ def write_hf(
 ) -> None:
     """Writes `shards`, and from `source` config.json, tokenizer and carried tensors, into `directory`. Collective.
 
+    Tensors that `source` holds under a second name as well (`HFTensor.repeats`) are written under it too.
+
     `quantization` becomes config.json's quantization_config; None drops that of `source`, and tensors that it carries
     in codes are decoded to the dtype of the others. All is written beside `directory` and renamed at the end. Memory
     holds one tensor at a time. Raises RuntimeError on every rank when one of them fails.
     """
     dtype = _dtype(shards)
+    shards = [_with_repeats(shard, _repeats(source, binding)) for shard in shards]
     shards = [*shards, *_carried_shards(source, binding, dtype, keep_codes=quantization is not None)]
     files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     weight_map = {spec.name: file for shard, file in zip(shards, files, strict=True) for spec in shard.tensors}
@@ -80,7 +83,7 @@ def write_hf(
 
 def carried_names(source: HFCheckpoint, binding: Binding) -> list[str]:
     """Tensors of `source` that no model holds and that exports hand on."""
-    known = re.compile("|".join(binding.family.carried(binding.hf_config)) or r"(?!)")
+    known = re.compile("|".join(binding.carried) or r"(?!)")
     return [name for name in sorted(source.files) if known.fullmatch(name)]
 
 
@@ -152,6 +155,24 @@ def _carried(lot: Sequence[tuple[Spec, Form]], rank: int) -> Tensors:
             tensor = torch.empty(spec.shape, dtype=spec.dtype)
             form.read_into((), tensor)
             yield spec.name, tensor
+
+
+def _repeats(source: HFCheckpoint, binding: Binding) -> dict[str, list[str]]:
+    """Of every tensor that `source` repeats: under which names."""
+    tensors = (tensor for claim in binding.claims for tensor in claim.hf if tensor.repeats)
+    return {tensor.name: [name for name in tensor.repeats if name in source.files] for tensor in tensors}
+
+
+def _with_repeats(shard: Shard, repeats: Mapping[str, Sequence[str]]) -> Shard:
+    again = [replace(spec, name=name) for spec in shard.tensors for name in repeats.get(spec.name, ())]
+
+    def stream() -> Tensors:
+        for name, tensor in shard.stream():
+            yield name, tensor
+            for other in repeats.get(name, ()):
+                yield other, tensor
+
+    return Shard(shard.rank, (*shard.tensors, *again), stream)
 
 
 def _dtype(shards: Sequence[Shard]) -> torch.dtype:

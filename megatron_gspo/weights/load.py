@@ -91,10 +91,12 @@ def load_hf(directory: str | Path, binding: Binding, progress: Callable[[int, in
 def checkpoint_shapes(directory: str | Path, binding: Binding) -> dict[str, tuple[int, ...]]:
     """Name and shape, as the headers in `directory` say, of every HF tensor in the spelling that is exported.
 
-    A server that loaded `directory` has exactly these; it would take any other name in silence. Raises as `load_hf`.
+    Without multi-token-prediction layers: a server that loaded `directory` has exactly these, and would take any other
+    name in silence. Raises as `load_hf`.
     """
     with HFCheckpoint(directory) as checkpoint:
-        places = [place for row in _places(checkpoint, binding) for place in row]
+        rows = zip(binding.claims, _places(checkpoint, binding), strict=True)
+        places = [place for claim, row in rows if not claim.is_further for place in row]
         return {
             place.tensor.exported[0]: checkpoint.shape(place.name) if place.expert is None else place.tensor.exported[1]
             for place in places
@@ -123,13 +125,18 @@ def read_shard(checkpoint: HFCheckpoint, places: Sequence[Place], bound: Bound, 
 def _read_into(checkpoint: HFCheckpoint, place: Place, piece: Piece, out: torch.Tensor, blocks: Blocks) -> int:
     """Fills `out`; returns the bytes of the numbers that were read."""
     place.read_into(checkpoint, piece.take, out, blocks)
-    for duplicate in place.tensor.duplicates:
+    for duplicate in place.tensor.held_again:
         if duplicate in checkpoint.files and not torch.equal(
             checkpoint.read(place.name, piece.take), checkpoint.read(duplicate, piece.take)
         ):
             raise ValueError(
-                f"{checkpoint.directory}: config.json ties {duplicate} to {place.name}, but their values differ; "
-                "set tie_word_embeddings to false or remove one of them"
+                f"{checkpoint.directory}: "
+                + (
+                    f"config.json ties {duplicate} to {place.name}, but their values differ; set tie_word_embeddings "
+                    "to false or remove one of them"
+                    if duplicate in place.tensor.duplicates
+                    else f"{duplicate} is to repeat {place.name}, but their values differ; set policy.mtp: carry"
+                )
             )
     return out.numel() * checkpoint.dtype(place.name).itemsize
 
@@ -156,11 +163,11 @@ def _places(checkpoint: HFCheckpoint, binding: Binding) -> list[tuple[Place, ...
             elif len(present) > 1:
                 twice.append(" and ".join(place.name for place in present))
             used.update(place.name for place in present)
-            used.update(tensor.duplicates)
+            used.update(tensor.held_again)
             row += present[:1]
         places.append(tuple(row))
     family = binding.family
-    known = re.compile("|".join((*family.ignored, *family.carried(binding.hf_config))) or r"(?!)")
+    known = re.compile("|".join((*family.ignored, *binding.carried)) or r"(?!)")
     extra = [name for name in sorted(files) if name not in used and not known.fullmatch(name)]
     problems = {"missing": dict.fromkeys(missing), "of no rule": extra, "written twice": twice}
     if any(problems.values()):
@@ -175,7 +182,7 @@ def _places(checkpoint: HFCheckpoint, binding: Binding) -> list[tuple[Place, ...
 def _check_shapes(checkpoint: HFCheckpoint, bound: Sequence[Bound], places: Sequence[tuple[Place, ...]]) -> None:
     wrong = []
     for place in dict.fromkeys(place for entry in bound for place in places[entry.claim.index]):
-        names = (place.name, *(name for name in place.tensor.duplicates if name in checkpoint.files))
+        names = (place.name, *(name for name in place.tensor.held_again if name in checkpoint.files))
         for name in names:
             checkpoint.dtype(name)
             if checkpoint.shape(name) != place.shape:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
 from math import prod
@@ -106,6 +106,10 @@ class ExportPlan:
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
         return tuple(tensor for item in self.items for tensor in item.tensors)
+
+    def served(self) -> ExportPlan:
+        """Without multi-token-prediction layers, which a server has not unless it decodes speculatively."""
+        return replace(self, items=tuple(item for item in self.items if not item.parts[0].claim.is_further))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 Shape = tuple[int, ...]
 Region = tuple[slice, ...]  # leading dimensions; the others are whole
+FURTHER = "mtp.layers.{layer}."  # how Megatron calls layers that predict further tokens
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,13 @@ class HFTensor:
     shape: Shape
     stacked: Stacked | None = None
     duplicates: tuple[str, ...] = ()  # names under which a checkpoint may hold the same numbers once more
+    repeats: tuple[str, ...] = ()  # the same, and what such a checkpoint becomes holds them too
     other_names: tuple[str, ...] = ()  # one of these instead of `name` in other formats of the checkpoint
+
+    @property
+    def held_again(self) -> tuple[str, ...]:
+        """Every other name that stands for the same numbers; a checkpoint may lack them, not differ in them."""
+        return self.duplicates + self.repeats
 
     @property
     def exported(self) -> tuple[str, Shape]:

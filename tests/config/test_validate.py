@@ -201,6 +201,23 @@ GSPO_CONTRADICTIONS = [
     # Pipelines
     (
         "  hf: no/such/model",
+        "  hf: x\n  mtp: on",
+        "r.yaml:6: policy.mtp = true: expected carry | train; valid: carry, train",
+    ),
+    (
+        "  hf: no/such/model",
+        "  hf: x\n  megatron: {mtp_loss_scaling_factor: 0.3}",
+        "r.yaml:6: policy.megatron.mtp_loss_scaling_factor = 0.3: has no effect: policy.mtp is carry, so that no "
+        "multi-token-prediction layer trains; remove it, or set policy.mtp: train",
+    ),
+    (
+        "  hf: no/such/model",
+        "  hf: x\n  layout: {pp: 2, pipeline_layout: Et|tmL}",
+        "r.yaml:6: policy.layout.pipeline_layout = 'Et|tmL': has stages for multi-token-prediction layers (m), and "
+        "policy.mtp is carry",
+    ),
+    (
+        "  hf: no/such/model",
         "  hf: x\n  layout: {vpp: 2}",
         "r.yaml:6: policy.layout.vpp = 2: virtual stages need a pipeline; set policy.layout.pp > 1, or vpp: 1",
     ),

@@ -46,7 +46,11 @@ def full_gradient(stepper: Runner, layout: Layout, *, is_critic: bool) -> dict[s
     kept = [claim for claim in binding.claims if not is_critic or VALUE_HEAD not in claim.rule.megatron]
     claims = {claim.index: replace(claim, index=place) for place, claim in enumerate(kept)}
     bound = [
-        replace(entry, claim=claims[entry.claim.index], parameter=entry.parameter.main_grad) for entry in binding.bound
+        # Buffers (expert biases) have none: they stand for themselves.
+        replace(
+            entry, claim=claims[entry.claim.index], parameter=getattr(entry.parameter, "main_grad", entry.parameter)
+        )
+        for entry in binding.bound
     ]
     found: dict[str, Tensor] = {}
     for bucket in buckets(plan_export(replace(binding, claims=tuple(claims.values()), bound=tuple(bound))), 2**30):

@@ -92,7 +92,7 @@ def _served(transport: Leaving, engine: str, directory: Path, say=None) -> Serve
     return weight_sync.make_weight_sync(
         load_recipe(path),
         stepper=SimpleNamespace(chunks=[]),
-        export=SimpleNamespace(binding=None),
+        export=SimpleNamespace(binding=None, served=lambda: None),
         sampler=None,
         control=control,
         stop=None,

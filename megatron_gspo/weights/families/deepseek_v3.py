@@ -10,7 +10,7 @@ from megatron_gspo.weights.families.blocks import HF_LAYER, LAYER, copy, embeddi
 from megatron_gspo.weights.families.decoder import decoder, tied
 from megatron_gspo.weights.families.family import Architecture, Family, HFConfig, need, refuse
 from megatron_gspo.weights.families.rope import rope_parameters
-from megatron_gspo.weights.families.sigmoid_experts import further_layers, mixture, mlps
+from megatron_gspo.weights.families.sigmoid_experts import further_layers, further_rules, mixture, mlps
 from megatron_gspo.weights.rules import Rule
 
 # SGLang 0.5.23 fuses them, and forgets one that arrives without the other (`do_load_weights`, cached_a_proj).
@@ -85,8 +85,11 @@ def latent_rope(c: HFConfig) -> dict[str, Any]:
 
 
 def rules(c: HFConfig) -> list[Rule]:
-    layers = range(need(c, "num_hidden_layers"))
-    return [*embeddings(c), *norms(c, layers), *latent_attention(c, layers), *mlps(c)]
+    return [*embeddings(c), *_attention(c, range(need(c, "num_hidden_layers"))), *mlps(c)]
+
+
+def _attention(c: HFConfig, layers: range) -> list[Rule]:
+    return [*norms(c, layers), *latent_attention(c, layers)]
 
 
 def latent_attention(c: HFConfig, layers: range) -> list[Rule]:
@@ -122,4 +125,10 @@ def latent_attention(c: HFConfig, layers: range) -> list[Rule]:
     ]
 
 
-FAMILY = Family(model_type="deepseek_v3", architecture=architecture, rules=rules, carried=further_layers)
+FAMILY = Family(
+    model_type="deepseek_v3",
+    architecture=architecture,
+    rules=rules,
+    further=further_layers,
+    further_rules=lambda c: further_rules(c, _attention(c, further_layers(c))),
+)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_gspo.weights.families.rope import Rope
-from megatron_gspo.weights.rules import Rule
+from megatron_gspo.weights.rules import HFTensor, Rule
 
 HFConfig = Mapping[str, Any]  # config.json, as written
 
@@ -39,16 +39,56 @@ class Architecture:
 class Family:
     """`architecture(hf_config)` raises ValueError for a feature that Megatron would silently lack.
 
-    `rules(hf_config)` claims every HF tensor of the model that trains. Regular expressions name the others:
-    `carried(hf_config)` those that no model holds and exports hand on bit for bit (multi-token-prediction layers),
-    `ignored` those that carry no weights (buffers that older checkpoints saved). Any other tensor stops a load.
+    `rules(hf_config)` claims every HF tensor of the model that samples. `further(hf_config)` are the numbers of the
+    multi-token-prediction layers, which stand behind the model's own in the checkpoint: exports hand their tensors on
+    bit for bit, or they train beside the model and `further_rules(hf_config)` claims them. `ignored`: regular
+    expressions of tensors without weights (buffers that older checkpoints saved). Any other tensor stops a load.
     """
 
     model_type: str
     architecture: Callable[[HFConfig], Architecture]
     rules: Callable[[HFConfig], Sequence[Rule]]
-    carried: Callable[[HFConfig], tuple[str, ...]] = lambda hf_config: ()
+    further: Callable[[HFConfig], range] = lambda hf_config: range(0)
+    further_rules: Callable[[HFConfig], Sequence[Rule]] | None = None
     ignored: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
+
+    def carried(self, hf_config: HFConfig) -> tuple[str, ...]:
+        """Regular expressions of the tensors that no model holds where multi-token-prediction layers do not train."""
+        return tuple(rf"model\.layers\.{layer}\..*" for layer in self.further(hf_config))
+
+    def trained_further(self, hf_config: HFConfig) -> range:
+        """`further`, to be trained. Raises ValueError for a model that has none, or none that is built here."""
+        layers = self.further(hf_config)
+        if self.further_rules is None or not layers:
+            raise ValueError(
+                f"policy.mtp: train: this {self.model_type} model has no multi-token-prediction layers that can train; "
+                "leave it at carry"
+            )
+        refuse(
+            hf_config,
+            tie_word_embeddings=(
+                bool(hf_config.get("tie_word_embeddings")),
+                "policy.mtp: train: Megatron cannot store a tied output layer beside multi-token-prediction layers",
+            ),
+        )
+        return layers
+
+    def all_rules(self, hf_config: HFConfig) -> list[Rule]:
+        """`rules` and `further_rules`. These layers read the model's embedding and write to its output layer, which
+        checkpoints hold once more under their numbers. Raises as `trained_further`."""
+        layers = self.trained_further(hf_config)
+        assert self.further_rules is not None
+        shared = {"model.embed_tokens.weight": "embed_tokens", "lm_head.weight": "shared_head.head"}
+
+        def repeated(tensor: HFTensor) -> HFTensor:
+            names = tuple(f"model.layers.{layer}.{shared[tensor.name]}.weight" for layer in layers)
+            return replace(tensor, repeats=names)
+
+        rules = [
+            replace(rule, hf=tuple(repeated(tensor) if tensor.name in shared else tensor for tensor in rule.hf))
+            for rule in self.rules(hf_config)
+        ]
+        return [*rules, *self.further_rules(hf_config)]
 
 
 def need(hf_config: HFConfig, *keys: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_gspo.weights.families.blocks import attention, embeddings, norms
 from megatron_gspo.weights.families.decoder import decoder, rope, tied
 from megatron_gspo.weights.families.family import Architecture, Family, HFConfig, need
-from megatron_gspo.weights.families.sigmoid_experts import further_layers, mixture, mlps
+from megatron_gspo.weights.families.sigmoid_experts import further_layers, further_rules, mixture, mlps
 from megatron_gspo.weights.rules import Rule
 
 
@@ -18,14 +18,18 @@ def architecture(c: HFConfig) -> Architecture:
 
 
 def rules(c: HFConfig) -> list[Rule]:
-    layers = range(need(c, "num_hidden_layers"))
+    return [*embeddings(c), *_attention(c, range(need(c, "num_hidden_layers"))), *mlps(c)]
+
+
+def _attention(c: HFConfig, layers: range) -> list[Rule]:
     biased, normed = bool(c.get("attention_bias")), bool(c.get("use_qk_norm"))
-    return [
-        *embeddings(c),
-        *norms(c, layers),
-        *attention(c, layers, qkv_bias=biased, qk_norm=normed),
-        *mlps(c),
-    ]
+    return [*norms(c, layers), *attention(c, layers, qkv_bias=biased, qk_norm=normed)]
 
 
-FAMILY = Family(model_type="glm4_moe", architecture=architecture, rules=rules, carried=further_layers)
+FAMILY = Family(
+    model_type="glm4_moe",
+    architecture=architecture,
+    rules=rules,
+    further=further_layers,
+    further_rules=lambda c: further_rules(c, _attention(c, further_layers(c))),
+)

@@ -5,11 +5,12 @@ routed ones, chosen by a sigmoid and a bias that balances them without a loss, a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from megatron_gspo.weights.families.blocks import HF_LAYER, LAYER, dense_mlp, experts, router, swiglu
+from megatron_gspo.weights.families.blocks import HF_LAYER, LAYER, copy, dense_mlp, experts, router, swiglu
 from megatron_gspo.weights.families.family import HFConfig, need, refuse
-from megatron_gspo.weights.rules import Copy, HFTensor, Rule
+from megatron_gspo.weights.rules import FURTHER, Copy, HFTensor, Rule
 
 
 def sparse_layers(c: HFConfig) -> range:
@@ -70,13 +71,17 @@ def shared_width(c: HFConfig) -> int:
 
 def mlps(c: HFConfig) -> list[Rule]:
     """Rules of all MLPs, dense and sparse."""
-    sparse, n = sparse_layers(c), num_experts(c)
+    sparse = sparse_layers(c)
+    return [*dense_mlp(c, range(sparse.start)), *sparse_mlps(c, sparse)]
+
+
+def sparse_mlps(c: HFConfig, layers: Sequence[int]) -> list[Rule]:
+    n = num_experts(c)
     return [
-        *dense_mlp(c, range(sparse.start)),
-        *router(c, sparse, n),
-        expert_bias(sparse, n),
-        *swiglu("mlp.shared_experts.", need(c, "hidden_size"), shared_width(c), sparse),
-        *experts(c, sparse, n, need(c, "moe_intermediate_size")),
+        *router(c, layers, n),
+        expert_bias(layers, n),
+        *swiglu("mlp.shared_experts.", need(c, "hidden_size"), shared_width(c), layers),
+        *experts(c, layers, n, need(c, "moe_intermediate_size")),
     ]
 
 
@@ -86,8 +91,23 @@ def expert_bias(layers: Sequence[int], n: int) -> Rule:
     return Copy(hf=(bias,), megatron=(LAYER + "mlp.router.expert_bias",), layers=tuple(layers), keeps_dtype=True)
 
 
-def further_layers(c: HFConfig) -> tuple[str, ...]:
-    """Multi-token-prediction layers stand behind the model's own in the checkpoint. No model holds them."""
+def further_layers(c: HFConfig) -> range:
+    """Multi-token-prediction layers stand behind the model's own in the checkpoint."""
     first = need(c, "num_hidden_layers")
-    count = c.get("num_nextn_predict_layers", c.get("num_mtp_layers", 1)) or 0
-    return tuple(rf"model\.layers\.{layer}\..*" for layer in range(first, first + count))
+    return range(first, first + (c.get("num_nextn_predict_layers", c.get("num_mtp_layers", 1)) or 0))
+
+
+def further_rules(c: HFConfig, attention: Sequence[Rule]) -> list[Rule]:
+    """Rules of these layers: each a sparse layer of the model, `attention` being those of its attention and norms, that
+    reads what the layer before it ends in beside the embedding of the next token."""
+    layers, hidden = further_layers(c), need(c, "hidden_size")
+    block = [
+        replace(rule, megatron=tuple(name.replace(LAYER, FURTHER + "mtp_model_layer.") for name in rule.megatron))
+        for rule in [*attention, *sparse_mlps(c, layers)]
+    ]
+    norms = {"enorm": "enorm", "hnorm": "hnorm", "shared_head.norm": "final_layernorm"}
+    return [
+        copy(f"{HF_LAYER}eh_proj.weight", (hidden, 2 * hidden), f"{FURTHER}eh_proj.weight", dim=0, layers=layers),
+        *(copy(f"{HF_LAYER}{x}.weight", (hidden,), f"{FURTHER}{y}.weight", layers=layers) for x, y in norms.items()),
+        *block,
+    ]
