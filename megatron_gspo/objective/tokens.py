@@ -16,9 +16,9 @@ from torch import Tensor
 
 from megatron_gspo.objective.segment import segment_sum
 
-# exp of it is the largest ratio that takes part in arithmetic: beyond, inf x 0 would turn tokens without advantage
-# into nan.
-MAX_LOG_RATIO = 700.0
+# exp of it, 1e217, is the largest ratio that takes part in arithmetic: finite times any advantage and summed over any
+# tokens. An infinity would make nan of tokens without advantage or weight.
+MAX_LOG_RATIO = 500.0
 
 
 @dataclass(frozen=True, eq=False)

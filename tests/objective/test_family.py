@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -96,6 +97,23 @@ def test_one_token(name: str):
     assert evaluate(batch.tokens(member), member).loss == pytest.approx(expected, rel=1e-14)
 
 
+@every_member
+@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "corrected"])
+def test_advantages_of_responses_are_those_of_their_tokens(name: str, options):
+    """Given as [m] or spread over [t], which GSPO computes in two ways: the gradient is the same bit for bit."""
+    member, batch = FAMILY[name], random_batch((9, 1, 30, 4, 0), seed=2)
+    batch.token_advantages[:] = [
+        torch.full_like(row, a) for row, a in zip(batch.new, batch.advantages.tolist(), strict=True)
+    ]
+    of_responses, of_tokens = (
+        evaluate(batch.tokens(replace(member, token_advantages=per_token), ref=True), member, **options)
+        for per_token in (False, True)
+    )
+    assert torch.equal(of_responses.flat, of_tokens.flat) and of_tokens.flat.any()
+    assert of_responses.loss == pytest.approx(of_tokens.loss, rel=1e-14)
+    assert of_responses.reported == pytest.approx(of_tokens.reported, rel=1e-13, abs=1e-15)
+
+
 def test_for_one_token_the_sequence_ratio_is_that_of_the_token():
     batch = random_batch((1, 1, 1, 1), drift=0.3)
     sequence, token = (
@@ -126,13 +144,17 @@ def test_fifty_thousand_tokens(name: str):
 
 @every_member
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0, -1e9])
 @pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "corrected"])
 def test_extreme_ratios(name: str, dtype: torch.dtype, advantage: float, options):
-    """Ratios beyond e^10, log-ratios of +-100 in one response, and beyond 709.78, where float64's exp overflows."""
-    new = [[-0.5, -100.5], [-0.1, -12.0, -1.0], [-0.5], [-800.5], [-0.5, -900.0], [-1e30], [-0.25]]
-    old = [[-100.5, -0.5], [-12.0, -0.1, -1.0], [-800.5], [-0.5], [-900.0, -0.5], [-1.0], [-1e30]]
-    tokens = tokens_of(new, old, advantages=[advantage] * 7, rollout=old, ref=new, dtype=dtype)
+    """Ratios beyond e^10, log-ratios of +-100 in one response, and beyond 709.78, where float64's exp overflows.
+
+    The last response is one whose ratio is as large and that has masked tokens, in whose place 0 x inf would be nan.
+    """
+    new = [[-0.5, -100.5], [-0.1, -12.0, -1.0], [-0.5], [-800.5], [-0.5, -900.0], [-1e30], [-0.25], [-0.5] * 2]
+    old = [[-100.5, -0.5], [-12.0, -0.1, -1.0], [-800.5], [-0.5], [-900.0, -0.5], [-1.0], [-1e30], [-900.0] * 2]
+    mask = [[1.0] * len(row) for row in new[:-1]] + [[1.0, 0.0]]
+    tokens = tokens_of(new, old, advantages=[advantage] * 8, mask=mask, rollout=old, ref=new, dtype=dtype)
     result = evaluate(tokens, FAMILY[name], **options)
     assert_finite(result)
     assert result.bad_rows == []
