@@ -47,11 +47,11 @@ def _prepared(work: Callable[[], int], in_world: bool) -> int:
     import logging
     import warnings
 
+    logging.disable(logging.WARNING)  # before torch is imported: it warns of the missing GPU
+    warnings.filterwarnings("ignore", module=r"megatron|torch")
     from megatron_gspo.policy import cpu
 
     cpu.install()
-    warnings.filterwarnings("ignore", module=r"megatron|torch")
-    logging.disable(logging.WARNING)
     from megatron_gspo.convert.world import world
 
     with world() if in_world else nullcontext():
