@@ -33,7 +33,7 @@ def run(work: Callable[[], int], *, in_world: bool = True) -> int:
     signal.signal(signal.SIGTERM, _stop)
     try:
         return _prepared(work, in_world)
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, AssertionError) as error:  # Megatron refuses a layout by assertion
         rank = int(os.environ.get("RANK", "0"))
         if rank == 0 or not isinstance(error, RuntimeError):  # RuntimeErrors are agreed on: one rank says them
             print(f"\nerror{f' on rank {rank}' if rank else ''}: {error}", file=sys.stderr)

@@ -53,6 +53,7 @@ class DcpFile(io.RawIOBase):
         self.path = path
         self.written: list[Written] = []
         self._end = 0
+        self._failure: OSError | None = None
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
     def write(self, data: Any) -> int:
@@ -62,6 +63,7 @@ class DcpFile(io.RawIOBase):
             write_all(self._descriptor, view, self._end)
         except OSError as error:
             error.filename = str(self.path)
+            self._failure = error
             raise
         self._end += len(view)
         return len(view)
@@ -81,6 +83,11 @@ class DcpFile(io.RawIOBase):
         set_crc32_options(False)  # nothing reads the checksum, and it costs as much as the copy
         try:
             torch.save(value, self)  # type: ignore[arg-type]
+        except RuntimeError:
+            # Of a write that fails, torch's archive says that its position is not the expected one.
+            if self._failure is not None:
+                raise self._failure from None
+            raise
         finally:
             set_crc32_options(before)
         self.written.append(Written(key, self.path.name, start, self._end - start, **place))

@@ -126,6 +126,9 @@ def sources_of(checkpoint: MegatronCheckpoint, model: Skeleton) -> list[Source]:
         found = "; ".join(f"tensors {kind}: {listing(dict.fromkeys(n))}" for kind, n in problems.items() if n)
         raise ValueError(f"{checkpoint.directory} does not match config.json: {found}")
     for entry in model.entries:
+        if isinstance(entry.bound.claim.rule, Vocab):
+            for region in entry.regions:
+                _check_padding(checkpoint, region)
         parts = tuple(
             (region, tuple(checkpoint.overlaps(region.key, region.offsets, region.sizes))) for region in entry.regions
         )
@@ -139,6 +142,22 @@ def _fits(stored: Shape, expected: Shape, is_vocab: bool) -> bool:
     if is_vocab:
         return stored[0] >= expected[0] and stored[1:] == expected[1:]
     return stored == expected
+
+
+def _check_padding(checkpoint: MegatronCheckpoint, region: Region) -> None:
+    """Raises ValueError where rows beyond the vocabulary, which never leave, hold numbers."""
+    (rows, width), (stored, _) = region.global_shape, checkpoint.tensors[region.key].shape
+    if stored == rows:
+        return
+    padding = torch.empty(stored - rows, width, dtype=checkpoint.tensors[region.key].dtype)
+    for overlap in checkpoint.overlaps(region.key, (rows, 0), (stored - rows, width)):
+        checkpoint.read_into(region.key, overlap, padding)
+    used = int(padding.any(1).sum())
+    if used:
+        raise ValueError(
+            f"{checkpoint.directory}: {region.key} has {stored} rows, and config.json a vocab_size of {rows}; {used} of the "
+            "rows beyond are not zero, so they are words, not padding. Name the right config.json with --hf"
+        )
 
 
 @dataclass(frozen=True)

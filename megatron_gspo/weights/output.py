@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -10,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
+
+LOCK = ".lock"  # in an unfinished folder: held while somebody writes there
 
 
 def attempt(step: Callable[[], None]) -> str | None:
@@ -34,12 +37,15 @@ def whole_folder(target: Path, size_bytes: int, what: str) -> Iterator[Path]:
     """Yields a folder beside `target` to write into; renames it to `target` when the block ends well, removes it when
     not. Collective over the world; the ranks share the file system. What an earlier attempt left is replaced.
 
-    Raises RuntimeError on every rank where `target` exists and is not empty, where the disk has less room than
-    `size_bytes`, and where the rename fails. The block sees to its own errors with `attempt` and `agree`.
+    Raises RuntimeError on every rank where `target` exists and is not empty, where another process writes it, where the
+    disk has less room than `size_bytes`, and where the rename fails. The block sees to its own errors with `attempt`
+    and `agree`.
     """
+    target = Path(os.path.realpath(target))  # of a link, what it names: a folder cannot be renamed onto a link
     unfinished, first = target.with_name(f".{target.name}.unfinished"), dist.get_rank() == 0
+    locks: list[int] = []
     try:
-        agree(attempt(lambda: _prepare(target, unfinished, size_bytes)) if first else None, what)
+        agree(attempt(lambda: _prepare(target, unfinished, size_bytes, locks)) if first else None, what)
         agree(
             None
             if unfinished.is_dir()
@@ -49,22 +55,38 @@ def whole_folder(target: Path, size_bytes: int, what: str) -> Iterator[Path]:
         yield unfinished
         agree(attempt(lambda: _publish(unfinished, target)) if first else None, what)
     finally:
-        if first:
+        for lock in locks:
             shutil.rmtree(unfinished, ignore_errors=True)
+            os.close(lock)
 
 
-def _prepare(target: Path, unfinished: Path, size_bytes: int) -> None:
+def _prepare(target: Path, unfinished: Path, size_bytes: int, locks: list[int]) -> None:
+    """Makes the folder, empty, and appends its lock, which no other process has, to `locks`."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"{target} is not an empty directory; remove it or write elsewhere")
-    if unfinished.exists():
-        shutil.rmtree(unfinished)
-    unfinished.mkdir(parents=True)
+    unfinished.mkdir(parents=True, exist_ok=True)
+    lock = os.open(unfinished / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        gone = not (unfinished / LOCK).exists() or os.fstat(lock).st_ino != os.stat(unfinished / LOCK).st_ino
+    except BlockingIOError:
+        gone = True
+    if gone:
+        os.close(lock)
+        raise FileExistsError(f"another process writes {target}, in {unfinished}; wait for it or write elsewhere")
+    locks.append(lock)
+    for path in unfinished.iterdir():  # of an attempt that was killed
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != LOCK:
+            path.unlink()
     free = shutil.disk_usage(unfinished).free
     if free < size_bytes:
         raise OSError(f"{target} needs {size_bytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free on its disk")
 
 
 def _publish(unfinished: Path, target: Path) -> None:
+    (unfinished / LOCK).unlink()
     fsync(unfinished)
     os.replace(unfinished, target)
     fsync(target.parent)

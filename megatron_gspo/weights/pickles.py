@@ -61,10 +61,12 @@ class PickleFile:
     def __init__(self, path: Path):
         try:
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        except pickle.UnpicklingError as error:  # torch's words advise to read it without the guard
             raise ValueError(
-                f"{path} is damaged, or holds more than tensors, which is never executed: {str(error)[:300]}"
+                f"{path} is damaged, or holds more than tensors, which is never executed; take the model's safetensors"
             ) from error
+        except (RuntimeError, EOFError) as error:
+            raise ValueError(f"{path} is damaged: {str(error)[:300]}; copy it again") from error
         if not isinstance(loaded, dict) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
             raise ValueError(f"{path} holds no plain dictionary of tensors")
         self.tensors = {name: _Loaded(path, name, tensor) for name, tensor in loaded.items()}

@@ -271,3 +271,53 @@ def test_work_that_was_killed_is_begun_anew(good, tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     (text,) = run_ranks(1, message, hf_to_megatron, good["hf"], tmp_path / "out")
     assert "is not an empty directory; remove it or write elsewhere" in text
+
+
+def while_another_writes(source: Path, target: Path) -> tuple[str, list[str]]:
+    """What a conversion says while another one holds `target`, and what is in the other's folder afterwards."""
+    with output.whole_folder(target, 0, "the other") as folder:
+        (folder / "its own").touch()
+        return message(hf_to_megatron, source, target), sorted(path.name for path in folder.iterdir())
+
+
+def test_two_that_write_one_target_do_not_meet(good, tmp_path: Path):
+    """Either used to remove the folder that the other wrote into."""
+    ((text, left),) = run_ranks(1, while_another_writes, good["hf"], tmp_path / "out")
+    assert f"another process writes {tmp_path / 'out'}" in text
+    assert left == [output.LOCK, "its own"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["its own"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_target_may_be_a_link_to_an_empty_folder(good, tmp_path: Path, there: bool):
+    real, link = tmp_path / "real", tmp_path / "link"
+    link.symlink_to(real)
+    if there:
+        real.mkdir()
+    run_ranks(1, hf_to_megatron, good["hf"], link)
+    assert (real / "metadata.json").exists() and link.is_symlink()
+
+
+def test_words_are_not_taken_for_padding(good, tmp_path: Path):
+    """A config with a smaller vocabulary used to cut rows off in silence."""
+    shutil.copytree(good["megatron"], tmp_path / "megatron")
+    config = tmp_path / "megatron" / "hf" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 120}))
+    (text,) = run_ranks(1, message, megatron_to_hf, tmp_path / "megatron", tmp_path / "out")
+    assert "has 128 rows, and config.json a vocab_size of 120; 8 of the rows beyond are not zero" in text
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("num_hidden_layers", "4", "num_hidden_layers: expected a whole number of at least 1, got '4'"),
+        ("num_hidden_layers", 0, "num_hidden_layers: expected a whole number of at least 1, got 0"),
+        ("num_experts_per_tok", 9, "num_experts_per_tok: expected at most the 4 experts, got 9"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused_by_field(good, tmp_path: Path, field: str, value: Any, text: str):
+    shutil.copytree(good["hf"], tmp_path / "hf")
+    edit_config(**{field: value})(tmp_path / "hf")
+    (found,) = run_ranks(1, message, hf_to_megatron, tmp_path / "hf", tmp_path / "out")
+    assert text in found

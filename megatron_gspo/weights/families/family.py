@@ -10,6 +10,7 @@ from megatron_gspo.weights.families.rope import Rope
 from megatron_gspo.weights.rules import HFTensor, Rule
 
 HFConfig = Mapping[str, Any]  # config.json, as written
+COUNTS = ("_layers", "_heads", "_size", "_experts", "_per_tok")  # ends of names of whole numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,11 @@ class Architecture:
     tied: bool
     norm_all_heads: bool = False
     latent_norm_eps: float | None = None
+
+    def __post_init__(self) -> None:
+        experts, chosen = self.transformer.get("num_moe_experts"), self.transformer.get("moe_router_topk")
+        if experts and chosen > experts:
+            raise ValueError(f"HF config, num_experts_per_tok: expected at most the {experts} experts, got {chosen}")
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
@@ -94,8 +100,11 @@ class Family:
 def need(hf_config: HFConfig, *keys: str) -> Any:
     """The value of the first of `keys` (one field under its older and newer names) that config.json sets."""
     for key in keys:
-        if hf_config.get(key) is not None:
-            return hf_config[key]
+        value = hf_config.get(key)
+        if value is not None:
+            if key.endswith(COUNTS) and (type(value) is not int or value < 1):
+                raise ValueError(f"HF config, {key}: expected a whole number of at least 1, got {value!r}")
+            return value
     raise ValueError(f"config.json of a {hf_config.get('model_type')} model must set {' or '.join(keys)}")
 
 
