@@ -155,8 +155,8 @@ def _check_padding(checkpoint: MegatronCheckpoint, region: Region) -> None:
     used = int(padding.any(1).sum())
     if used:
         raise ValueError(
-            f"{checkpoint.directory}: {region.key} has {stored} rows, and config.json a vocab_size of {rows}; {used} of the "
-            "rows beyond are not zero, so they are words, not padding. Name the right config.json with --hf"
+            f"{checkpoint.directory}: {region.key} has {stored} rows, config.json a vocab_size of {rows}; {used} of "
+            "the rows beyond are not zero, so they are words, not padding. Name the right config.json with --hf"
         )
 
 

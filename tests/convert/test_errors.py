@@ -304,7 +304,7 @@ def test_words_are_not_taken_for_padding(good, tmp_path: Path):
     config = tmp_path / "megatron" / "hf" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 120}))
     (text,) = run_ranks(1, message, megatron_to_hf, tmp_path / "megatron", tmp_path / "out")
-    assert "has 128 rows, and config.json a vocab_size of 120; 8 of the rows beyond are not zero" in text
+    assert "has 128 rows, config.json a vocab_size of 120; 8 of the rows beyond are not zero" in text
     assert not (tmp_path / "out").exists()
 
 
