@@ -17,6 +17,7 @@ from datetime import datetime
 from pathlib import Path
 
 LOCK_FILE = "run.lock"
+CLAIM_S = 2.0  # a claim has the lock alone for an instant only, in which a rank of the same run may come
 _UNSUPPORTED = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
 
 
@@ -54,7 +55,15 @@ def share(run_dir: Path, patience_s: float = 0.0) -> None:
     deadline = time.monotonic() + patience_s
     while not (run_dir / LOCK_FILE).exists() and time.monotonic() < deadline:
         time.sleep(0.5)
-    _lock(os.open(run_dir / LOCK_FILE, os.O_RDWR), fcntl.LOCK_SH, run_dir)
+    lock = os.open(run_dir / LOCK_FILE, os.O_RDWR)
+    claimed_by = time.monotonic() + CLAIM_S
+    while True:
+        try:
+            return _lock(lock, fcntl.LOCK_SH, run_dir)
+        except RunDirInUse:
+            if time.monotonic() > claimed_by:
+                raise
+            time.sleep(0.05)
 
 
 def _lock(lock: int, kind: int, run_dir: Path) -> None:
