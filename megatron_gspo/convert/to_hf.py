@@ -20,6 +20,7 @@ from megatron_gspo.convert.world import Progress, ahead, shares
 from megatron_gspo.weights.claims import listing
 from megatron_gspo.weights.export import assemble
 from megatron_gspo.weights.hf_folder import CARRIED, SHARD_BYTES, Shard, write_hf
+from megatron_gspo.weights.plan import in_lots
 from megatron_gspo.weights.quantize import BLOCK, quantize, scale_shape
 from megatron_gspo.weights.rules import Shape, Vocab
 from megatron_gspo.weights.safetensors_file import Spec
@@ -79,7 +80,7 @@ def megatron_to_hf(
         HFCheckpoint(origin, single=single) as carried,
     ):
         model = skeleton(hf_config, checkpoint.tensors)
-        lots = _lots(items_of(sources_of(checkpoint, model), DTYPES[dtype], fp8=dtype == "fp8"), shard_bytes)
+        lots = in_lots(items_of(sources_of(checkpoint, model), DTYPES[dtype], fp8=dtype == "fp8"), shard_bytes)
         sizes = [sum(item.size_bytes for item in lot) for lot in lots]
         owners, rank = shares(sizes), dist.get_rank()
         progress = Progress("converting", sum(n for n, owner in zip(sizes, owners, strict=True) if owner == rank))
@@ -201,18 +202,6 @@ def _is_linear(entry: Entry, name: str, shape: Shape) -> bool:
     routes = ".router." in megatron or "gate_weight" in megatron or ".eh_proj." in megatron
     is_vocab = isinstance(entry.bound.claim.rule, Vocab)
     return len(shape) == 2 and name.endswith(".weight") and not is_vocab and not routes
-
-
-def _lots(items: Sequence[Item], size_bytes: int) -> list[list[Item]]:
-    lots: list[list[Item]] = []
-    filled = 0
-    for item in items:
-        if not lots or filled + item.size_bytes > size_bytes:
-            lots.append([])
-            filled = 0
-        lots[-1].append(item)
-        filled += item.size_bytes
-    return lots
 
 
 def _stream(checkpoint: MegatronCheckpoint, items: Sequence[Item], progress: Progress) -> Tensors:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
 from math import prod
+from typing import Protocol
 
 import torch
 
@@ -192,7 +193,7 @@ def buckets(plan: ExportPlan, size_bytes: int) -> tuple[Bucket, ...]:
     by_sender: dict[int, list[Item]] = defaultdict(list)
     for item in plan.items:
         by_sender[item.sender].append(item)
-    turns = zip_longest(*(_lots(by_sender[sender], size_bytes) for sender in sorted(by_sender)))
+    turns = zip_longest(*(in_lots(by_sender[sender], size_bytes) for sender in sorted(by_sender)))
     return tuple(
         Bucket(items[0].sender, tuple(items), plan.binding) for turn in turns for items in turn if items is not None
     )
@@ -200,11 +201,17 @@ def buckets(plan: ExportPlan, size_bytes: int) -> tuple[Bucket, ...]:
 
 def parts(bucket: Bucket, size_bytes: int) -> tuple[Bucket, ...]:
     """`bucket` in smaller ones, in its order."""
-    return tuple(Bucket(bucket.sender, tuple(lot), bucket.binding) for lot in _lots(bucket.items, size_bytes))
+    return tuple(Bucket(bucket.sender, tuple(lot), bucket.binding) for lot in in_lots(bucket.items, size_bytes))
 
 
-def _lots(items: Sequence[Item], size_bytes: int) -> list[list[Item]]:
-    lots: list[list[Item]] = []
+class Sized(Protocol):
+    @property
+    def size_bytes(self) -> int: ...
+
+
+def in_lots[S: Sized](items: Sequence[S], size_bytes: int) -> list[list[S]]:
+    """`items` in their order, in lots of at most `size_bytes`; a larger item is a lot of its own."""
+    lots: list[list[S]] = []
     filled = 0
     for item in items:
         if not lots or filled + item.size_bytes > size_bytes:

@@ -1,4 +1,4 @@
-"""The supported model families. A new one is one file here and one entry below; see docs/adding_a_family.md."""
+"""The supported model families. A new one is a file here and its name in both lists; see docs/adding_a_family.md."""
 
 from __future__ import annotations
 
